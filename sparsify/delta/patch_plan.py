@@ -20,7 +20,7 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names, check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
-from sparsify.core.devices import put, send
+from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -54,13 +54,13 @@ class PlannedWrite(NamedTuple):
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # not no_grad: a model loaded in inference mode can be written to in inference mode only
         with torch.inference_mode():
-            new = send(self.new.to(target.dtype), target.device)
+            new = on_device(self.new.to(target.dtype), target.device)
             if self.indices is None:
                 target.copy_(new)
             elif isinstance(target, QuantizedDelta):
-                target.put(send(self.indices, target.device), new)
+                target.put(on_device(self.indices, target.device), new)
             else:
-                put(target, send(self.indices, target.device), new)
+                put(target, on_device(self.indices, target.device), new)
 
     def inverse(self) -> PlannedWrite:
         return self._replace(old=self.new, new=self.old)
@@ -268,10 +268,14 @@ def undone(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> Iterator[
 @torch.no_grad()
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    indices = send(indices, tensor.device)
+    indices = on_device(indices, tensor.device)
     if isinstance(tensor, Tensor) and tensor.is_contiguous():
         return tensor.view(-1).index_select(0, indices).cpu()  # faster than take
     return tensor.take(indices).cpu()
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=runs_ahead(device))
 
 
 def own_copy(tensor: Tensor) -> Tensor:
