@@ -275,8 +275,7 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device, without waiting for a GPU's work."""
-    return tensor.to(device, non_blocking=runs_ahead(device))
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=runs_ahead(device))
 
 
 def own_copy(tensor: Tensor) -> Tensor:

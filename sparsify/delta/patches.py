@@ -81,9 +81,9 @@ def check_checkpoint(
     for name in (name for name in whole if name in checkpoint):
         layout = layouts[name] = checkpoint.layout(name)
         check_fits(name, whole[name], layout.shape, checkpoint.dtype(layout), _IN_FILES)
-    owners: dict[tuple[str, int], str] = {}  # of stored windows
+    owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
-        first = owners.setdefault((window.key, int(window.place.storage_offset())), name)
+        first = owners.setdefault((window.key, window.place.storage_offset()), name)
         if first != name:
             raise BaseMismatchError(
                 f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "
