@@ -11,7 +11,7 @@ import torch
 from models import build
 from safetensors.torch import load_file
 from torch import nn
-from trainers import BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
+from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -274,12 +274,6 @@ def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on
         pytest.raises(SparsifyError, match="written without SparsifyCallback"),
     ):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
-
-
-BEST = {
-    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
-    "greater_is_better": True,
-}  # fmt: skip
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):

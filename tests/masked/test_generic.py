@@ -1,14 +1,11 @@
 """The generic form: any module that owns parameters trains as it would when plain, and keeps its class."""
 
 import copy
-import types
 
 import pytest
 import torch
 from recorder import mask, model_gradients, sparsify_fully
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from sparsify import desparsify, get_engine, sparsify
 from sparsify.core.gradients import Product
@@ -158,77 +155,26 @@ def test_a_forward_that_fails_leaves_the_plain_parameters_in_place(where):
         torch.testing.assert_close(recorder.dense(tensors["bias"]), torch.full((DIM,), 2.0))
 
 
-def replace_forward(layer):
-    def doubled(self, x):
-        is_table = isinstance(self, nn.Embedding)
-        return 2 * (F.embedding(x, self.weight) if is_table else F.linear(x, self.weight, self.bias))
-
-    layer.forward = types.MethodType(doubled, layer)
-
-
-@pytest.mark.parametrize("kind", ["linear", "embedding"])
-def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind):
-    plain = nn.Sequential(nn.Linear(DIM, DIM) if kind == "linear" else nn.Embedding(6, DIM), nn.Linear(DIM, 2)).double()
-    masked = copy.deepcopy(plain)
-    for model in (plain, masked):
-        replace_forward(model[0])
-    sparsify_fully(masked)
-    assert type(masked[0]) is type(plain[0])
-    x = torch.randn(3, DIM).double() if kind == "linear" else torch.tensor([1, 1, 4])
-    for model in (plain, masked):
-        model(x).square().sum().backward()
-    assert_gradients(masked, plain)
-
-
 class ReadDirectly(nn.Module):
-    """Calls its layer or not, and reads the layer's weight in its own forward, past the layer's."""
+    """Reads the weight of a layer in its own forward, past the layer's."""
 
-    def __init__(self, layer, called):
+    def __init__(self, layer):
         super().__init__()
-        self.layer, self.called = layer, called
-        self.out = nn.Linear(DIM, DIM)
+        self.layer, self.out = layer, nn.Linear(DIM, DIM)
 
     def forward(self, x, fails=False):
         weight = self.layer.weight
         if fails:
             raise RuntimeError("out of memory")
-        y = self.out(x) @ weight.reshape(-1, DIM).t()
-        return y.sum() + self.layer(x.long().abs() if isinstance(self.layer, nn.Embedding) else x).sum() * self.called
+        return (self.out(x) @ weight.reshape(-1, DIM).t()).sum()
 
 
-LAYERS = {
-    "Linear": lambda: nn.Linear(DIM, DIM),
-    "Embedding": lambda: nn.Embedding(9, DIM),
-    "convolution": lambda: nn.Conv1d(3, 2, DIM),
-}
+LAYERS = [nn.Linear(DIM, DIM), nn.Embedding(9, DIM), nn.Conv1d(3, 2, DIM)]
 
 
-@pytest.fixture(params=LAYERS)
-def layer(request):
-    return LAYERS[request.param]()
-
-
-@pytest.mark.parametrize("called", [False, True], ids=["only read", "called too"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-def test_a_weight_that_is_read_past_its_module_gets_that_uses_gradient_too(layer, called, checkpointed):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = ReadDirectly(layer, called)
-
-        def forward(self, x):
-            return checkpoint(self.part, x, use_reentrant=False) if checkpointed else self.part(x)
-
-    plain = Model().double()
-    masked, x = sparsify_fully(copy.deepcopy(plain)), torch.randn(3, DIM).double()
-    for model in (plain, masked):
-        model(x).square().backward()
-    assert_gradients(masked, plain)
-    assert plain.part.layer.weight.grad.any()
-
-
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
 def test_a_weight_is_itself_outside_of_the_models_forward(layer):
-    model = nn.Sequential(ReadDirectly(layer, True))
+    model = nn.Sequential(ReadDirectly(layer))
     weight, x = layer.weight, torch.randn(3, DIM)
     sparsify_fully(model)
     assert layer.weight is weight

@@ -97,16 +97,6 @@ def test_base_weights_runs_the_quantized_base_and_nothing_of_the_change(scheme):
     assert not torch.equal(base, trained)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_state_dict_carries_everything_into_a_freshly_sparsified_base(scheme):
-    (model, batches), (fresh, _) = sparse_llama(scheme, steps=8, trained=4), sparse_llama(scheme, steps=8)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(**batches[5]).logits, model(**batches[5]).logits)
-    train(model, batches[4:8], lr=0.0)
-    train(fresh, batches[4:8], lr=0.0)
-    assert unmasked_sets(fresh) == unmasked_sets(model)
-
-
 def test_scales_of_another_base_are_refused_at_load():
     model, _ = quantized_build("llama", "nf4")
     other, _ = quantized_build("llama", "nf4", seed=1)

@@ -44,26 +44,44 @@ def small_parts(monkeypatch):
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
+IMPORTANCES = st.sampled_from([D3(), D3(exp=0), D3(eps=1e-30)])  # the last overflows where a weight is zero
+
+
+def a_tensor(shape, generator, random):
+    """A weight, its gradient of all rows or of some, and these rows."""
+    weight, grad = (torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2))
+    rows = None
+    if random.random() < 0.3:  # of which the last may come again, with zeros
+        rows = torch.cat([torch.arange(0, shape[0], 2), torch.tensor([(shape[0] - 1) // 2 * 2])])
+        grad = torch.cat([grad[::2], torch.zeros(1, shape[1])])
+    if random.random() < 0.3:
+        weight, grad = weight.t().contiguous().t(), grad.t().contiguous().t()
+    return weight, grad.bfloat16() if random.random() < 0.3 else grad, rows
 
 
 @pytest.mark.usefixtures("like_a_gpu", "small_parts")
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
-def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    SHAPES, st.integers(1, 30), st.integers(0, 999), IMPORTANCES,
+    st.sampled_from([None, None, torch.nan, torch.inf, -torch.inf]), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, importance, bad, random):
     generator = seeded(seed)
     tensors, offset = [], 0
     for shape in shapes:
-        pair = [torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2)]
-        tensors.append((*pair, None, offset))
-        offset += pair[0].numel()
+        tensors.append((*a_tensor(shape, generator, random), offset))
+        offset += tensors[-1][0].numel()
+    if bad is not None:
+        tensors[-1][1][0, 0] = bad
     random.shuffle(tensors)
     expected = TopK(size, torch.float32, torch.get_default_device())
     topk = DeviceTopK(size, offset, torch.float32, torch.get_default_device())
     for tensor in tensors:
-        expected.offer(D3(), *tensor)
-        topk.offer(D3(), *tensor)
+        expected.offer(importance, *tensor)
+        topk.offer(importance, *tensor)
     found = len(expected.winners().ids)
-    weights = torch.cat([weight.view(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
+    weights = torch.cat([weight.reshape(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
+    assert bool(topk.finite) == (bad is None)
     for _ in range(2):  # asked twice
         winners = topk.winners()
         assert winners.ids.tolist() == expected.winners().ids.tolist() + [-1] * (size - found)

@@ -52,16 +52,6 @@ def offer(small, topk, masked_only=True):
     assert work == Work(dense=sum(small.sizes))
 
 
-def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtype():
-    tensors = small_tensors([[5, 0], [4], [2]])
-    grads = gradients(tensors)
-    grads[1] = DenseGradient(grads[1].values.bfloat16())
-    weight, bias, table = (gradient.values.reshape(-1) for gradient in grads)
-    taken = kept(tensors, grads).take()
-    assert taken.tolist() == [weight[0], weight[5], bias[4], table[2]]
-    assert taken.dtype == torch.float32
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 999), size=st.integers(1, 12), masked_only=st.booleans(),
@@ -86,23 +76,3 @@ def test_gradients_are_not_written_to_and_are_kept_when_others_write_into_them()
     for own in memory:
         own.values.zero_()
     assert torch.equal(small.take(), kept(tensors, gradients(tensors)).take())
-
-
-def test_a_number_that_is_not_finite_is_noticed():
-    tensors = small_tensors([[], [3], []])
-    grads = gradients(tensors)
-    grads[1].values.view(-1)[0] = torch.nan
-    topk = topk_of(3)
-    offer(kept(tensors, grads), topk)
-    assert not topk.finite
-
-
-def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
-    tensors = small_tensors([[], [], [6, 1]])
-    rows = DenseGradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 3]))
-    small = kept(tensors[2:], [rows])
-    assert small.take().tolist() == [2.0, 3.0]
-    weight, grad, ids = small.entries([tensors[2].never_candidates])
-    assert grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0]
-    assert torch.equal(weight, tensors[2].weight.flatten())
-    assert ids.tolist() == list(range(300, 308))

@@ -148,16 +148,6 @@ def test_a_move_to_a_device_takes_everything_along(mlp):
     assert_weights_follow_the_delta(model)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_unmasks_what_the_cpu_does():
-    model, batches = build("bert", dtype=torch.float64)
-    sparsify(model, BUDGET, steps=STEPS)
-    on_gpu = copy.deepcopy(model).to("cuda")
-    train(model, batches)
-    train(on_gpu, [{name: value.to("cuda") for name, value in batch.items()} for batch in batches])
-    assert unmasked_sets(on_gpu) == unmasked_sets(model)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, lambda parameters: torch.optim.AdamW(parameters, fused=True)])
 def test_an_overflow_unmasks_nothing_and_the_scaler_skips_the_step(mlp, optimizer):
     model, batches = mlp
@@ -253,19 +243,6 @@ def test_the_flat_delta_or_merged_weights_alone_can_be_loaded(mlp):
     with base_weights(model):
         base = loss_of(model, batches[0]).item()
     assert loss_of(model, batches[0]).item() == base
-
-
-def test_the_trained_state_without_the_weights_goes_onto_the_base():
-    model, batches = build("bert")
-    pretrained = copy.deepcopy(model)
-    train(sparsify(model, BUDGET, steps=STEPS), batches)
-    other = sparsify(pretrained, BUDGET, steps=STEPS)
-    train(other, batches[::-1])  # other entries are unmasked there, which have to be the base's again
-    state = {name: value for name, value in model.state_dict().items() if name.startswith("sparse_")}
-    missing, unexpected = other.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert not any(name.startswith("sparse_") for name in missing)
-    assert all(torch.equal(value, plain_weights(model)[name]) for name, value in plain_weights(other).items())
 
 
 def test_base_weights_are_the_pretrained_ones_and_leave_no_trace():

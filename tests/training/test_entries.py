@@ -61,16 +61,6 @@ def test_what_else_writes_into_the_buffers_is_seen():
     assert not copy.deepcopy(entries).catch_up()
 
 
-def test_a_move_and_more_room_keep_the_entries():
-    entries = filled([3, 17])
-    entries.root.double()
-    assert not entries.catch_up()
-    assert entries.base.dtype == torch.float64
-    entries.make_room(20)
-    assert entries.root.sparse_ids.numel() == entries.root.sparse_base.numel() == 20
-    assert entries.of(0)[1].tolist() == [3]
-
-
 def state_of(entries):
     return {name: buffer.clone() for name, buffer in entries.root.named_buffers()}
 
