@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import sparsify as package
-from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
+from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -137,13 +137,10 @@ def test_the_final_model_is_an_ordinary_one(tmp_path):
     assert "save_pretrained" not in vars(model)
     trainer.save_model(tmp_path / "final")
     model.save_pretrained(tmp_path / "saved")
-    SparseDelta.from_model(model).save(tmp_path / "delta")
     merged = desparsify(model).state_dict()
     for folder in ("final", "saved"):
         again = type(model).from_pretrained(tmp_path / folder).state_dict()
         assert all(torch.equal(value, again[name]) for name, value in merged.items())
-    applied = SparseDelta.load(tmp_path / "delta").apply(build("bert")[0]).state_dict()
-    assert all(torch.equal(value, merged[name]) for name, value in applied.items())
 
 
 def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):

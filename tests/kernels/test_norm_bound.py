@@ -1,5 +1,7 @@
 """The steps that are found hold every entry that reaches the threshold, whatever the factors are made of."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,6 +59,15 @@ def test_what_the_norms_rule_out_is_not_found_and_factors_may_be_strided(dtype):
     ((rows, columns),) = found_in(left, right, least)
     assert sorted(rows.tolist()) == [0, 2]
     assert sorted(columns.tolist()) == list(range(140, 150))
+
+
+def test_each_step_has_fewer_columns_and_a_beginning_of_the_firsts():
+    left, right = factors("random", 64, 700, 300)
+    left, right = (factor * 10 ** (2 * torch.rand(factor.shape[1])) for factor in (left, right))
+    steps = found_in(left, right, float(exact(left, right).abs().view(-1).quantile(0.99)))
+    assert len(steps) > 1
+    assert all(after[1].equal(before[1][: after[1].numel()]) for before, after in pairwise(steps))
+    assert steps[-1][1].numel() < steps[0][1].numel()
 
 
 def test_nothing_is_found_where_too_much_would_be_left():

@@ -1,11 +1,13 @@
 """The generic form: any module that owns parameters trains as it would when plain, and keeps its class."""
 
 import copy
+import types
 
 import pytest
 import torch
 from recorder import mask, model_gradients, sparsify_fully
 from torch import nn
+from torch.nn import functional as F
 
 from sparsify import desparsify, get_engine, sparsify
 from sparsify.core.gradients import Product
@@ -153,6 +155,28 @@ def test_a_forward_that_fails_leaves_the_plain_parameters_in_place(where):
         recorder.gradients.clear()
         module(x).sum().backward()
         torch.testing.assert_close(recorder.dense(tensors["bias"]), torch.full((DIM,), 2.0))
+
+
+def replace_forward(layer):
+    def doubled(self, x):
+        is_table = isinstance(self, nn.Embedding)
+        return 2 * (F.embedding(x, self.weight) if is_table else F.linear(x, self.weight, self.bias))
+
+    layer.forward = types.MethodType(doubled, layer)
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind):
+    plain = nn.Sequential(nn.Linear(DIM, DIM) if kind == "linear" else nn.Embedding(6, DIM), nn.Linear(DIM, 2)).double()
+    masked = copy.deepcopy(plain)
+    for model in (plain, masked):
+        replace_forward(model[0])
+    sparsify_fully(masked)
+    assert type(masked[0]) is type(plain[0])
+    x = torch.randn(3, DIM).double() if kind == "linear" else torch.tensor([1, 1, 4])
+    for model in (plain, masked):
+        model(x).square().sum().backward()
+    assert_gradients(masked, plain)
 
 
 class ReadDirectly(nn.Module):

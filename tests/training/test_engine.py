@@ -275,18 +275,6 @@ def test_base_weights_are_for_forward_passes_only(mlp):
             optimizer.step()
 
 
-def test_a_dense_weight_beside_a_masked_bias_keeps_its_gradient():
-    torch.manual_seed(0)
-    dense = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
-    dense["head"].weight = dense["table"].weight
-    sparse = sparsify(copy.deepcopy(dense), 3, steps=1, modules_to_save=["table"])
-    ids = torch.tensor([1, 5, 5])
-    for model in (dense, sparse):
-        nn.functional.cross_entropy(model["head"](model["table"](ids)), ids).backward()
-    assert [tensor.name for tensor in get_engine(sparse).tensors] == ["head.bias"]
-    torch.testing.assert_close(sparse["table"].weight.grad, dense["table"].weight.grad)
-
-
 def live_storages():
     """Bytes of every live tensor's memory, by where it is; what torch.compile calculates with has none."""
     gc.collect()

@@ -50,6 +50,14 @@ def logits(model):
         return model.eval()(input_ids=IDS).logits
 
 
+def assert_goes_onto(base, delta, model):
+    """The delta makes the model of a base with other initial values, and leaves nothing behind."""
+    before = bits(base)
+    assert torch.equal(logits(delta.apply(base)), logits(model))
+    delta.revert(base)
+    assert bits(base) == before
+
+
 @pytest.mark.parametrize("extend", [lora, pfeiffer])
 def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(extend, tmp_path):
     model = sparsify(extend(bert()), 0.24, steps=STEPS, modules_to_save=["classifier"])
@@ -57,11 +65,7 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
     SparseDelta.from_model(model).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
     assert delta.num_entries + delta.entries_in_whole == get_engine(model).unmasked
-    base = extend(bert(), seed=2)
-    before = bits(base)
-    assert torch.equal(logits(delta.apply(base)), logits(model))
-    delta.revert(base)
-    assert bits(base) == before
+    assert_goes_onto(extend(bert(), seed=2), delta, model)
 
 
 def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked():
@@ -95,11 +99,7 @@ def test_a_file_with_recipes_is_read_and_applied(drawn, tmp_path):
     delta.save(tmp_path)
     loaded = SparseDelta.load(tmp_path)
     assert loaded == delta
-    base = lora(bert(), seed=2)
-    before = bits(base)
-    assert torch.equal(logits(loaded.apply(base)), logits(model))
-    loaded.revert(base)
-    assert bits(base) == before
+    assert_goes_onto(lora(bert(), seed=2), loaded, model)
 
 
 def test_frozen_new_parameters_are_part_of_the_delta_too():
@@ -108,7 +108,7 @@ def test_frozen_new_parameters_are_part_of_the_delta_too():
         parameter.requires_grad_("lora_B" in name)
     trained = train(sparsify(model, 100, steps=STEPS))
     delta = SparseDelta.from_model(trained)
-    assert torch.equal(logits(delta.apply(lora(bert(), seed=2))), logits(trained))
+    assert_goes_onto(lora(bert(), seed=2), delta, trained)
 
 
 def test_a_wrong_recipe_is_an_error_and_changes_nothing(drawn):
