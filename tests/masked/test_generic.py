@@ -9,7 +9,7 @@ from recorder import mask, model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import desparsify, get_engine, sparsify
+from sparsify import desparsify, sparsify
 from sparsify.core.gradients import Product
 
 DIM = 4
@@ -99,25 +99,6 @@ def test_output_input_gradient_and_gradients_are_the_plain_modules(name, dtype):
     assert list(model_gradients(masked)) == trained
     assert_gradients(masked, plain, 1e-6)
     assert any(plain.get_parameter(name).grad.any() for name in trained)
-
-
-@pytest.mark.parametrize("uses", [1, 2])
-def test_a_gradient_that_autograd_shares_is_not_written_to(uses):
-    """That of an addition is one tensor, shared between the input and the parameter."""
-    positions = Own(lambda module, x: x + module.pos, pos=(3, DIM))
-    plain = nn.Sequential(nn.Linear(DIM, DIM), *[positions] * uses, nn.Linear(DIM, 2)).double()
-    masked = sparsify_fully(copy.deepcopy(plain), steps=4)
-    x = torch.randn(3, DIM).double()
-    plain(x).square().sum().backward()
-    optimizer = torch.optim.SGD([masked.sparse_values], lr=0.0)
-    for _ in range(4):  # the entries that are unmasked are cleared before the others are offered
-        optimizer.zero_grad()
-        masked(x).square().sum().backward()
-        for tensor in get_engine(masked).tensors:
-            expected = plain.get_parameter(tensor.name).grad.take(tensor.indices)
-            torch.testing.assert_close(masked.sparse_values.grad[tensor.slots], expected, rtol=1e-12, atol=1e-12)
-        optimizer.step()
-    assert get_engine(masked).unmasked == masked.sparse_values.numel()
 
 
 class Failing(nn.LayerNorm):

@@ -1,6 +1,7 @@
 """Selection on a GPU, or as on one on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from products import seeded
 from torch import nn
 from twins import Twins
 
-from sparsify import D3, Fisher, Increment, Strategy, get_engine, kernels, sparsify
+from sparsify import D3, Fisher, get_engine, kernels, sparsify
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
@@ -44,7 +45,7 @@ def small_parts(monkeypatch):
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
-IMPORTANCES = st.sampled_from([D3(), D3(exp=0), D3(eps=1e-30)])  # the last overflows where a weight is zero
+IMPORTANCES = st.sampled_from([D3(), D3(exp=0), Fisher(), D3(eps=1e-30)])  # the last overflows where a weight is zero
 
 
 def a_tensor(shape, generator, random):
@@ -128,19 +129,6 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     assert get_engine(sparse).unmasked == BUDGET
 
 
-@pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, device, monkeypatch):
-    runs = []
-    for ahead in ((device.type,), ()):
-        monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
-        model, batches = build("mlp", dtype=dtype)
-        sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
-        runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
-    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    torch.testing.assert_close(*(run.state_dict() for run in runs))  # single entries are summed in another order
-
-
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
     model, batches = build("mlp")
     sparsify(model, BUDGET, "id3", steps=STEPS)
@@ -150,6 +138,7 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gp
 
 
 def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
+    gc.collect()  # the step's hook goes over all sparsified models, of which none may die while Dynamo traces it
     models, (batch, *_) = [build("mlp")[0] for _ in range(2)], build("mlp")[1]
     for model in models:
         sparsify(model, BUDGET, "id3", steps=STEPS)
