@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, loss_of
+from models import ARCHITECTURES, build, loss_of, train
 from torch import nn
 
 from sparsify import Schedule, SparseDelta, SparsifyError, get_engine, sparsify, summary
@@ -14,30 +14,15 @@ from sparsify.delta.entries import TensorDelta
 STEPS, BUDGET = 8, 60
 
 
-def train(model, batches, steps=STEPS, lr=1e-2, after_step=lambda: None):
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, batches[step]).backward()
-        optimizer.step()
-        after_step()
-    return model
-
-
 def trained(name="mlp", strategy="id3", budget=BUDGET):
     model, batches = build(name)
-    return train(sparsify(model, budget, strategy, steps=STEPS), batches)
-
-
-def as_numbers(found):
-    return (found.step, found.unmasked, found.tensor_sparsity, pytest.approx(found.selection_entropy))
+    return train(sparsify(model, budget, strategy, steps=STEPS), batches[:STEPS])
 
 
 def recorded(model, batches, steps):
     """The summary before training and after each step, recorded during training."""
-    record = [summary(model)]
-    train(model, batches, steps, after_step=lambda: record.append(summary(model)))
-    return [as_numbers(found) for found in record]
+    record = [summary(model), *(summary(train(model, [batch])) for batch in batches[:steps])]
+    return [(it.step, it.unmasked, it.tensor_sparsity, pytest.approx(it.selection_entropy)) for it in record]
 
 
 def numbers(model, points=100):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deltas import bits, task
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,11 +75,7 @@ class Interrupter:
 
 
 def trained(model, ids, optimizer, interrupters):
-    """Trains to the end, with an interrupter around each attempt at a step; an interrupted step is repeated.
-
-    Returns:
-        The trained state, and how often it was interrupted.
-    """
+    """Trains with an interrupter around each attempt at a step; the trained state, and how often it was cut off."""
     model.train()
     interrupted = 0
     while (step := summary(model).step) < STEPS:
@@ -224,24 +221,12 @@ def test_a_step_that_was_cut_off_is_counted_once():
 
 
 def tasks():
-    """A base and two deltas of it, one of them with a table stored whole."""
+    """A base and two deltas of it, one of them with a bias stored whole."""
     torch.manual_seed(0)
-    base, deltas = Tied(), []
-    for _ in range(2):
-        tuned = copy.deepcopy(base)
-        with torch.no_grad():
-            for parameter in tuned.parameters():
-                parameter += torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.1)
-        deltas.append(SparseDelta.diff(base, tuned, progress=False))
+    base = Tied()
+    deltas = [task(base, seed, share=0.1) for seed in (1, 2)]
+    deltas[0].whole["convolution.bias"] = torch.ones(6)
     return base, deltas
-
-
-def state_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def is_equal(state, other):
-    return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
 
 
 class Interrupted:
@@ -267,11 +252,11 @@ MOMENTS = pytest.mark.parametrize("moments", [20, pytest.param(200, marks=pytest
 @MOMENTS
 def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_not(moments):
     base, (first, second) = tasks()
-    plain, interrupted = state_of(base), Interrupted()
+    plain, interrupted = bits(base), Interrupted()
     with first.applied(base):
-        of_first = state_of(base)
+        of_first = bits(base)
     with second.applied(base):
-        of_second = state_of(base)
+        of_second = bits(base)
     verbs = {
         "apply": (lambda: first.apply(base), plain, of_first),
         "swap": (lambda: first.swap(base, second), of_first, of_second),
@@ -280,26 +265,26 @@ def test_a_delta_whose_apply_swap_or_revert_is_interrupted_is_on_the_model_or_no
     for _ in range(moments):
         for name, (verb, before, after) in verbs.items():
             interrupted.call(name, verb)
-            if is_equal(state_of(base), before):
+            if bits(base) == before:
                 verb()
-            assert is_equal(state_of(base), after)
+            assert bits(base) == after
     assert interrupted.count > moments
 
 
 @MOMENTS
 def test_a_switch_that_is_interrupted_has_one_delta_active_or_the_other(moments):
     base, deltas = tasks()
-    switch, states, interrupted = DeltaSwitch(base), {None: state_of(base)}, Interrupted()
+    switch, states, interrupted = DeltaSwitch(base), {None: bits(base)}, Interrupted()
     for name, delta in zip("ab", deltas, strict=True):
         switch.attach(name, delta)
         with switch.activated(name):
-            states[name] = state_of(base)
+            states[name] = bits(base)
     for moment in range(moments):
         interrupted.call("activate", lambda name="ab"[moment % 2]: switch.activate(name))
-        assert is_equal(state_of(base), states[switch.active])
+        assert bits(base) == states[switch.active]
         if moment % 5 == 4:
             interrupted.call("deactivate", switch.deactivate)
-            assert is_equal(state_of(base), states[switch.active])
+            assert bits(base) == states[switch.active]
     assert interrupted.count > moments / 2
 
 

@@ -53,21 +53,6 @@ def test_nothing_is_unmasked_beyond_the_plan_or_ahead_of_it(schedule, steps, bud
     assert schedule.quota(step, steps, budget, unmasked=ahead) == 0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "budget", "targets"),
-    [
-        (Schedule("uniform"), 1000, [250, 500, 750, 1000]),
-        (Schedule("linear"), 1000, [437, 750, 937, 1000]),
-        (Schedule("cubic"), 1000, [578, 875, 984, 1000]),
-        (Schedule("cosine"), 1000, [146, 500, 853, 1000]),
-        (Schedule(until=0.5), 10, [5, 10, 10, 10]),
-        (Schedule(), 3, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]),
-    ],
-)
-def test_targets_by_hand(schedule, budget, targets):
-    assert [schedule.target(step, len(targets), budget) for step in range(len(targets))] == targets
-
-
 def test_shares_that_floats_cannot_hold_lose_no_entry():
     # 0.7 * 10 steps and thirds are exact, so that no floor falls one short
     assert Schedule(until=0.7).target(6, steps=10, budget=10**15) == 10**15

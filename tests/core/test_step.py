@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsify.core.importance import D3
-from sparsify.core.install import train, uninstall
+from sparsify.core.install import train
 from sparsify.core.policy import IncrementPolicy
 from sparsify.core.schedule import Schedule
 
@@ -98,14 +98,3 @@ def test_a_kept_graph_makes_sums_wait_for_the_commit_and_gives_its_uses_back():
     assert all(tensor.waiting for tensor in step.tensors)
     del kept
     assert not any(tensor.waiting for tensor in step.tensors)
-
-
-def test_the_model_is_plain_again_afterwards():
-    model = Net()
-    plain = copy.deepcopy(model)
-    uninstall(trained_by_core(model), model)
-    assert {name: type(module) for name, module in model.named_modules()} == {
-        name: type(module) for name, module in plain.named_modules()
-    }
-    assert not [name for name, _ in model.named_buffers()]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from step_bench.methods import METHODS
-from step_bench.models import SHAPES, build, make_batches
+from step_bench.models import SHAPES, make_batches
 from step_bench.settings import AHEAD, WARM_UP, Settings
 from step_bench.worker import Worker, make_state
 from torch import nn
@@ -54,18 +54,6 @@ def test_the_dense_form_and_the_library_select_the_same_entries_from_the_same_bu
         assert sum(map(len, support_of(dense).values())) == sparse.trainee.unmasked() == dense.trainee.unmasked()
         sparse.step(), dense.step()
     assert dense.trainee.unmasked() == BUDGET // 2 + (WARM_UP + 3) * BUDGET // 1000
-
-
-def test_the_dense_form_starts_from_the_trained_weights_and_moves_no_masked_entry(start):
-    worker = start("dense-id3")
-    before = {name: parameter.detach().clone() for name, parameter in worker.trainee.model.named_parameters()}
-    base = dict(build(worker.settings).named_parameters())
-    moved = sum(int((before[name] != base[name]).sum()) for name in base)
-    assert 0.9 * BUDGET / 2 < moved <= worker.trainee.unmasked()
-    worker.step()
-    for name, parameter in worker.trainee.model.named_parameters():
-        changed = (parameter != before[name]).flatten().nonzero().flatten().tolist()
-        assert set(changed) <= set(support_of(worker)[name])
 
 
 def test_buffers_filled_to_the_whole_budget_leave_places_for_every_step(start):

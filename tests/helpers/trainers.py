@@ -9,6 +9,10 @@ from transformers import Trainer, TrainingArguments
 from sparsify import SparsifyCallback, get_engine, sparsify
 
 BUDGET, STEPS = 60, 8
+BEST = {  # arguments by which the checkpoint of an early step is the best
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}  # fmt: skip
 NUMBERS = ("loss", "grad_norm", "learning_rate", "unmasked")
 
 

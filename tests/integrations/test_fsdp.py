@@ -28,46 +28,30 @@ def shard(model, **options):
     return model
 
 
-def tied_and_twice_used(rank):
-    model, batches = words()
-    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches)
+# name -> model and batches, arguments of sparsify()
+LIKE_ONE_PROCESS = {
+    "tied and twice used": (words, {}),
+    "selecting as on a device": (words, {}),
+    "rows that do not divide": (mlp, {}),
+    "static beside a dense head": (mlp, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}),
+    "accumulating": (words, {}),
+    "checkpointed": (words, {}),
+}
 
 
-def selecting_as_on_a_device(rank):
-    with selecting("device", small=100):
-        return tied_and_twice_used(rank)
-
-
-def rows_that_do_not_divide(rank):
-    model, batches = mlp()
-    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches)
-
-
-def static_beside_a_dense_head(rank):
-    model, batches = mlp()
-    sparsify(model, BUDGET, "pafi", modules_to_save=["head"])
-    result = train(rank, shard(model), batches)
-    delta = SparseDelta.from_model(model)
-    return result | {"head": delta.whole["head.weight"], "entries": delta.num_entries}
-
-
-def accumulating(rank):
-    model, batches = words()
-    return train(rank, shard(sparsify(model, BUDGET, steps=STEPS)), batches, micro=2)
-
-
-def checkpointed(rank):
-    model, batches = words()
-    shard(sparsify(model, BUDGET, steps=STEPS))
-    wide = model.wide.forward
-    model.wide.forward = lambda hidden: checkpoint(wide, hidden, use_reentrant=False)
-    return train(rank, model, batches)
-
-
-LIKE_ONE_PROCESS = [
-    tied_and_twice_used, selecting_as_on_a_device, rows_that_do_not_divide, static_beside_a_dense_head,
-    accumulating, checkpointed,
-]  # fmt: skip
+def trained(rank, name):
+    make, settings = LIKE_ONE_PROCESS[name]
+    with selecting("device" if "device" in name else "cpu", small=100):
+        model, batches = make()
+        shard(sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}))
+        if name == "checkpointed":
+            wide = model.wide.forward
+            model.wide.forward = lambda hidden: checkpoint(wide, hidden, use_reentrant=False)
+        result = train(rank, model, batches, micro=2 if name == "accumulating" else 1)
+    if "head" in name:
+        delta = SparseDelta.from_model(model)
+        result |= {"head": delta.whole["head.weight"], "entries": delta.num_entries}
+    return result
 
 
 def whole_weights(model):
@@ -160,7 +144,8 @@ OWN = [rounded_in_forward, written_behind_its_back, state, refused]
 
 
 def all_scenarios(rank):
-    return {scenario.__name__: scenario(rank) for scenario in LIKE_ONE_PROCESS + OWN}
+    own = {scenario.__name__: scenario(rank) for scenario in OWN}
+    return own | {name: trained(rank, name) for name in LIKE_ONE_PROCESS}
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +158,9 @@ def on_each(results, scenario):
     return [result[scenario.__name__] for result in results]
 
 
-@pytest.mark.parametrize("scenario", LIKE_ONE_PROCESS, ids=lambda scenario: scenario.__name__)
-def test_two_shards_train_like_one_process_with_both_batches(two, scenario):
-    assert_like(on_each(two, scenario), scenario(0))
+@pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
+def test_two_shards_train_like_one_process_with_both_batches(two, name):
+    assert_like([result[name] for result in two], trained(0, name))
 
 
 def test_a_mixed_precision_policy_rounds_neither_the_delta_nor_the_base(two):
@@ -191,7 +176,7 @@ def test_what_is_written_after_an_evaluation_reaches_the_next_forward(two):
 
 
 def test_states_and_deltas_leave_the_shards_and_come_back(two):
-    uninterrupted = on_each(two, tied_and_twice_used)[0]
+    uninterrupted = two[0]["tied and twice used"]
     for verified, applied, same, resumed in on_each(two, state):
         assert verified
         assert applied

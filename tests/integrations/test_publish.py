@@ -5,7 +5,7 @@ import copy
 import pytest
 from deltas import bits
 from models import build
-from trainers import BUDGET, STEPS, make_model, make_trainer
+from trainers import BEST, BUDGET, STEPS, make_model, make_trainer
 from transformers import TrainerCallback
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, sparsify
@@ -50,21 +50,17 @@ def test_a_follower_has_the_weights_of_every_step(tmp_path, accumulation):
 
 
 def test_the_best_model_that_is_loaded_at_the_end_is_published(tmp_path):
-    follower, model = DeltaSubscriber(make_base()), sparsify(make_base(), BUDGET)
+    follower, model = DeltaSubscriber(build("bert")[0]), sparsify(build("bert")[0], BUDGET)
     callback = SparsifyCallback(publish=lambda update: follower.apply(bytes(update)))
-    best = {
-        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
-        "greater_is_better": True,
-    }  # fmt: skip
-    trainer = make_trainer(model, tmp_path, callbacks=[callback], **best)
+    trainer = make_trainer(model, tmp_path, callbacks=[callback], **BEST)
     trainer.train()
     assert trainer.state.best_global_step < STEPS
     assert follower.version == STEPS + 1
-    assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(make_base()))
+    assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(build("bert")[0]))
 
 
 def test_a_resumed_run_begins_a_new_chain(tmp_path):
-    base, sent = make_base(), []
+    base, sent = build("bert")[0], []
     silent, callback = SparsifyCallback(), SparsifyCallback(publish=sent.append)
     make_trainer(make_model(), tmp_path, callbacks=[silent], max_steps=STEPS).train()
     assert silent.publisher is None
@@ -75,7 +71,3 @@ def test_a_resumed_run_begins_a_new_chain(tmp_path):
     for update in sent:
         follower.apply(bytes(update))
     assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(base))
-
-
-def make_base():
-    return build("bert")[0]

@@ -11,12 +11,12 @@ import torch
 from models import build
 from safetensors.torch import load_file
 from torch import nn
-from trainers import BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
+from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 import sparsify as package
-from sparsify import SparseDelta, SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
+from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -137,13 +137,10 @@ def test_the_final_model_is_an_ordinary_one(tmp_path):
     assert "save_pretrained" not in vars(model)
     trainer.save_model(tmp_path / "final")
     model.save_pretrained(tmp_path / "saved")
-    SparseDelta.from_model(model).save(tmp_path / "delta")
     merged = desparsify(model).state_dict()
     for folder in ("final", "saved"):
         again = type(model).from_pretrained(tmp_path / folder).state_dict()
         assert all(torch.equal(value, again[name]) for name, value in merged.items())
-    applied = SparseDelta.load(tmp_path / "delta").apply(build("bert")[0]).state_dict()
-    assert all(torch.equal(value, merged[name]) for name, value in applied.items())
 
 
 def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
@@ -274,12 +271,6 @@ def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on
         pytest.raises(SparsifyError, match="written without SparsifyCallback"),
     ):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
-
-
-BEST = {
-    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss",
-    "greater_is_better": True,
-}  # fmt: skip
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):

@@ -87,13 +87,10 @@ def test_a_folder_that_was_set_aside_gives_way_to_the_next(folder):
     assert not (folder / "checkpoint-8").exists()
 
 
-def test_a_checkpoint_of_the_model_only_is_complete_without_an_optimizer(tmp_path):
-    make_trainer(make_model(), tmp_path, save_only_model=True, max_steps=2).train()
-    assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
-    assert problem_with(tmp_path / "checkpoint-2") is None
-
-
-def test_a_checkpoint_that_was_written_without_the_callback_is_complete(tmp_path):
+def test_a_checkpoint_of_the_model_only_and_one_that_was_written_without_the_callback_are_complete(tmp_path):
+    make_trainer(make_model(), tmp_path / "only", save_only_model=True, max_steps=2).train()
+    assert not (tmp_path / "only" / "checkpoint-2" / "optimizer.pt").exists()
+    assert problem_with(tmp_path / "only" / "checkpoint-2") is None
     make_trainer(make_model(steps=2), tmp_path, callbacks=[], max_steps=2).train()
     assert problem_with(tmp_path / "checkpoint-2") is None
     (tmp_path / "checkpoint-2" / "model.safetensors").rename(tmp_path / "checkpoint-2" / "pytorch_model.bin")

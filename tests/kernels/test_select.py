@@ -92,56 +92,11 @@ def test_a_kernels_score_is_torchs_in_float32_but_for_the_rounding_of_powers(fus
         assert list(kernel[entry][1:]) == rest
 
 
-def test_an_entry_at_the_floor_joins_and_one_below_does_not(form):
-    candidates = empty()
-    candidates.threshold.fill_(2.0)
-    select(form, candidates, D3(exp=0), torch.zeros(1, 3), torch.tensor([[2.0, 1.9999999, -2.5]]))
-    assert sorted(held(candidates)) == [OFFSET, OFFSET + 2]
-
-
 @pytest.mark.parametrize("start", [0, 1, 1023, 1024, 1500])
 def test_only_a_part_is_looked_at(form, start):
     grad = torch.ones(3, 700)
     entries = held(selected(form, D3(), torch.zeros(3, 700), grad, capacity=3000, start=start, stop=1700))
     assert sorted(entries) == list(range(start + OFFSET, 1700 + OFFSET))
-
-
-def test_transposed_matrices_are_read_as_they_are(form):
-    weight, grad = torch.randn(6, 4), torch.randn(6, 4)
-    turned = (weight.t().contiguous().t(), grad.t().contiguous().t())
-    assert held(selected(form, D3(), *turned)) == held(selected(form, D3(), weight, grad))
-
-
-def test_rows_are_those_of_the_weight_and_a_row_of_zeros_may_come_again(form):
-    weight = torch.arange(12.0).view(4, 3)
-    grad = torch.tensor([[0.0, 10.0, 0.0], [30.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    entries = held(selected(form, D3(exp=1), weight, grad, torch.tensor([1, 3, 3])))
-    assert entries == {1 * 3 + 1 + OFFSET: (2.0, 10.0, 4.0), 3 * 3 + OFFSET: (3.0, 30.0, 9.0)}
-
-
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_not_finite_is_noticed_and_never_chosen(form, bad, dtype):
-    grad = torch.ones(2, 5, dtype=dtype)
-    grad[1, 2] = bad
-    candidates = selected(form, D3(), torch.zeros(2, 5, dtype=dtype), grad)
-    assert not candidates.finite
-    assert 7 + OFFSET not in held(candidates)
-    assert len(held(candidates)) == 9
-    select(form, candidates, D3(), torch.zeros(1, 1), torch.ones(1, 1), ids=torch.tensor([100]))
-    assert not candidates.finite  # it stays so
-
-
-def test_a_score_that_is_not_finite_is_refused_and_says_nothing_of_the_gradient(form):
-    candidates = selected(form, D3(exp=2, eps=1e-30), torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 2.0]]))
-    assert held(candidates) == {}
-    assert candidates.finite
-
-
-def test_ids_are_taken_from_a_list_where_there_is_one(form):
-    candidates, ids = empty(), torch.tensor([30, 4, 12])
-    select(form, candidates, D3(exp=0), torch.tensor([[5.0, 6.0, 7.0]]), torch.tensor([[1.0, 0.0, 3.0]]), ids=ids)
-    assert held(candidates) == {30: (1.0, 1.0, 5.0), 12: (3.0, 3.0, 7.0)}
 
 
 def filled(scores, ids, capacity, size):

@@ -96,16 +96,6 @@ def test_base_weights_runs_the_quantized_base_and_nothing_of_the_change(scheme):
     assert not torch.equal(base, trained)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_state_dict_carries_everything_into_a_freshly_sparsified_base(scheme):
-    (model, batches), (fresh, _) = sparse_llama(scheme, steps=8, trained=4), sparse_llama(scheme, steps=8)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(**batches[5]).logits, model(**batches[5]).logits)
-    train(model, batches[4:8], lr=0.0)
-    train(fresh, batches[4:8], lr=0.0)
-    assert unmasked_sets(fresh) == unmasked_sets(model)
-
-
 def test_scales_of_another_base_are_refused_at_load():
     model, _ = quantized_build("llama", "nf4")
     other, _ = quantized_build("llama", "nf4", seed=1)
@@ -230,21 +220,20 @@ def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values()
     assert torch.equal(model(**batches[0]).logits, plain)
 
 
-def test_a_quantized_weight_is_not_trained_whole_nor_pruned():
+@pytest.mark.parametrize(
+    ("budget", "strategy", "options", "match"),
+    [
+        (None, "full", {}, "is quantized and cannot be trained whole"),
+        (20, "random", {"modules_to_save": ["o_proj"]}, r"o_proj` is in modules_to_save, but is quantized.*skip_mod"),
+        (100, Strategy(Random(), Prune()), {}, "cannot be pruned: zeros cannot be written into it"),
+        (10, "fish", {"calibration": [{}]}, r"is quantized \(bitsandbytes nf4\).*calibrate by"),
+    ],
+)
+def test_what_a_quantized_weight_cannot_do_is_refused_before_anything_changes(budget, strategy, options, match):
     model, _ = quantized_build("llama", "nf4")
-    with pytest.raises(SparsifyError, match="is quantized and cannot be trained whole"):
-        sparsify(model, None, "full", target_modules="all-linear")
-    with pytest.raises(SparsifyError, match=r"o_proj` is in modules_to_save, but is quantized.*skip_modules"):
-        sparsify(model, 20, "random", target_modules="all-linear", modules_to_save=["o_proj"])
-    with pytest.raises(SparsifyError, match="cannot be pruned: zeros cannot be written into it"):
-        sparsify(model, 100, Strategy(Random(), Prune()), target_modules="all-linear")
-
-
-def test_a_calibration_by_gradients_is_refused_before_anything_changes():
-    model, batches = quantized_build("llama", "nf4")
     keys = list(model.state_dict())
-    with pytest.raises(SparsifyError, match=r"is quantized \(bitsandbytes nf4\).*calibrate by"):
-        sparsify(model, 10, "fish", calibration=batches[:1], target_modules="all-linear")
+    with pytest.raises(SparsifyError, match=match):
+        sparsify(model, budget, strategy, target_modules="all-linear", **options)
     assert list(model.state_dict()) == keys
 
 

@@ -1,6 +1,7 @@
 """Selection on a GPU, or as on one on the CPU: the same winners, and a few waits a step for any number of tensors."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from products import seeded
 from torch import nn
 from twins import Twins
 
-from sparsify import D3, Fisher, Increment, Strategy, get_engine, kernels, sparsify
+from sparsify import D3, Fisher, get_engine, kernels, sparsify
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
@@ -44,26 +45,47 @@ def small_parts(monkeypatch):
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
+IMPORTANCES = st.sampled_from([D3(), D3(exp=0), Fisher(), D3(eps=1e-30)])  # the last overflows where a weight is zero
+
+
+def a_tensor(shape, generator, random):
+    """A weight, its gradient of all rows or of some, and these rows."""
+    weight, grad = (torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2))
+    if random.random() < 0.2:  # scores that rise from part to part
+        weight, grad = torch.zeros(shape), torch.arange(1.0, weight.numel() + 1).view(shape)
+    rows = None
+    if random.random() < 0.3:  # of which the last may come again, with zeros
+        rows = torch.cat([torch.arange(0, shape[0], 2), torch.tensor([(shape[0] - 1) // 2 * 2])])
+        grad = torch.cat([grad[::2], torch.zeros(1, shape[1])])
+    if random.random() < 0.3:
+        weight, grad = weight.t().contiguous().t(), grad.t().contiguous().t()
+    return weight, grad.bfloat16() if random.random() < 0.3 else grad, rows
 
 
 @pytest.mark.usefixtures("like_a_gpu", "small_parts")
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(SHAPES, st.integers(1, 30), st.integers(0, 999), st.randoms(use_true_random=False))
-def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, random):
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    SHAPES, st.integers(1, 30), st.integers(0, 999), IMPORTANCES,
+    st.sampled_from([None, None, torch.nan, torch.inf, -torch.inf]), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, importance, bad, random):
     generator = seeded(seed)
     tensors, offset = [], 0
     for shape in shapes:
-        pair = [torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2)]
-        tensors.append((*pair, None, offset))
-        offset += pair[0].numel()
+        tensors.append((*a_tensor(shape, generator, random), offset))
+        offset += tensors[-1][0].numel()
+    if bad is not None:
+        tensors[-1][1][0, 0] = bad
     random.shuffle(tensors)
     expected = TopK(size, torch.float32, torch.get_default_device())
     topk = DeviceTopK(size, offset, torch.float32, torch.get_default_device())
+    assert topk.winners().ids.tolist() == [-1] * size, "nothing seen"
     for tensor in tensors:
-        expected.offer(D3(), *tensor)
-        topk.offer(D3(), *tensor)
+        expected.offer(importance, *tensor)
+        topk.offer(importance, *tensor)
     found = len(expected.winners().ids)
-    weights = torch.cat([weight.view(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
+    weights = torch.cat([weight.reshape(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
+    assert bool(topk.finite) == (bad is None)
     for _ in range(2):  # asked twice
         winners = topk.winners()
         assert winners.ids.tolist() == expected.winners().ids.tolist() + [-1] * (size - found)
@@ -82,13 +104,6 @@ def test_a_large_model_is_selected_from_by_few_launches_and_cuts(monkeypatch):
     for size in sizes:
         topk.offer(D3(), torch.empty(1), torch.empty(1).expand(1, size), None, 0)
     assert len(launched) <= 2 * sum(size // device_topk.MOST_AT_ONCE + 1 for size in sizes) + 50
-
-
-def test_scores_that_rise_from_part_to_part_lose_no_candidate(like_a_gpu, small_parts):
-    topk = DeviceTopK(10, 1000, torch.float32, torch.get_default_device())
-    assert topk.winners().ids.tolist() == [-1] * 10, "nothing seen"
-    topk.offer(D3(), torch.zeros(1, 1000), torch.arange(1.0, 1001.0).view(1, -1), None, 0)
-    assert topk.winners().ids.tolist() == list(range(999, 989, -1))
 
 
 def test_the_best_of_several_devices_are_selected(like_a_gpu):
@@ -114,19 +129,6 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
     assert get_engine(sparse).unmasked == BUDGET
 
 
-@pytest.mark.parametrize("importance", [D3(), Fisher()], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_training_run_is_what_it_is_on_a_cpu(importance, dtype, like_a_gpu, device, monkeypatch):
-    runs = []
-    for ahead in ((device.type,), ()):
-        monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
-        model, batches = build("mlp", dtype=dtype)
-        sparsify(model, BUDGET, Strategy(importance, Increment()), steps=STEPS)
-        runs.append(train(model, batches[:STEPS], optimizer=optimizer_of(model)))
-    assert unmasked_sets(runs[0]) == unmasked_sets(runs[1])
-    torch.testing.assert_close(*(run.state_dict() for run in runs))  # single entries are summed in another order
-
-
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
     model, batches = build("mlp")
     sparsify(model, BUDGET, "id3", steps=STEPS)
@@ -136,6 +138,7 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gp
 
 
 def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
+    gc.collect()  # the step's hook goes over all sparsified models, of which none may die while Dynamo traces it
     models, (batch, *_) = [build("mlp")[0] for _ in range(2)], build("mlp")[1]
     for model in models:
         sparsify(model, BUDGET, "id3", steps=STEPS)

@@ -85,14 +85,6 @@ def test_screening_finds_the_winners_of_the_full_product(seed, importance, scale
     assert not torch.isin(ids[0], unmasked + 100).any()
 
 
-def test_an_overflow_is_left_to_the_full_product():
-    left, right = torch.ones(2, ROWS), torch.ones(2, COLS)
-    left[0, 0] = torch.inf
-    topk = TopK(1, torch.float32, "cpu", threshold=1e-3)
-    assert screen(topk, a_tensor(torch.zeros(ROWS, COLS)), Product(left, right)) is None
-    assert topk.winners().ids.numel() == 0
-
-
 def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
     tensor, empty, full = a_tensor(torch.zeros(ROWS, COLS)), *(TopK(1, torch.float32, "cpu") for _ in range(2))
     full.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))

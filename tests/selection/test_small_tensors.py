@@ -30,36 +30,9 @@ def small_tensors(unmasked):
     return tensors
 
 
-def gradients(tensors, seed=0):
+def gradients(tensors, seed):
     generator = seeded(seed)
     return [DenseGradient(torch.randn(tensor.matrix.shape, generator=generator)) for tensor in tensors]
-
-
-def kept(tensors, grads):
-    small = SmallGradients()
-    for tensor, gradient in zip(tensors, grads, strict=True):
-        small.add(tensor, gradient)
-    return small
-
-
-def topk_of(size):
-    return TopK(size, torch.float32, torch.get_default_device())
-
-
-def offer(small, topk, masked_only=True):
-    work = Work()
-    StreamingSelector(topk, IMPORTANCE, work, masked_only).offer_small(small)
-    assert work == Work(dense=small.numel)
-
-
-def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtype():
-    tensors = small_tensors([[5, 0], [4], [2]])
-    grads = gradients(tensors)
-    grads[1] = DenseGradient(grads[1].values.bfloat16())
-    weight, bias, table = (gradient.values.reshape(-1) for gradient in grads)
-    taken = kept(tensors, grads).take()
-    assert taken.tolist() == [weight[0], weight[5], bias[4], table[2]]
-    assert taken.dtype == torch.float32
 
 
 @settings(max_examples=40)
@@ -68,41 +41,21 @@ def test_the_unmasked_entries_come_tensor_by_tensor_by_index_in_the_longest_dtyp
     unmasked=st.tuples(*(st.lists(st.integers(0, n - 1), unique=True) for n in (6, 5, 8))),
 )  # fmt: skip
 def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size, masked_only, unmasked):
-    tensors, alone, together = small_tensors(unmasked), topk_of(size), topk_of(size)
-    offer(kept(tensors, gradients(tensors, seed)), together, masked_only)
-    for tensor, gradient in zip(tensors, gradients(tensors, seed), strict=True):
+    tensors = small_tensors(unmasked)
+    shared, grads, small, work = gradients(tensors, seed), gradients(tensors, seed), SmallGradients(), Work()
+    alone, together = (TopK(size, torch.float32, torch.get_default_device()) for _ in range(2))
+    for tensor, gradient in zip(tensors, shared, strict=True):
+        small.add(tensor, DenseGradient(gradient.values, owned=False))
+    StreamingSelector(together, IMPORTANCE, work, masked_only).offer_small(small)
+    assert work == Work(dense=sum(small.sizes))
+    assert all(torch.equal(own.values, one.values) for own, one in zip(shared, grads, strict=True)), "not written to"
+    for gradient in shared:
+        gradient.values.zero_()  # as another backward may
+    taken = [gradient.take(tensor.indices) for tensor, gradient in zip(tensors, grads, strict=True)]
+    assert torch.equal(small.take(), torch.cat(taken))
+    for tensor, gradient in zip(tensors, grads, strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
         alone.offer(IMPORTANCE, tensor.matrix, gradient.values, None, tensor.offset)
     assert together.finite
     assert together.winners().ids.tolist() == alone.winners().ids.tolist()
     assert torch.equal(together.winners().grads, alone.winners().grads)
-
-
-def test_gradients_are_not_written_to_and_are_kept_when_others_write_into_them():
-    tensors, memory = small_tensors([[1], [0], [2]]), gradients(small_tensors([[1], [0], [2]]))
-    small = kept(tensors, [DenseGradient(own.values, owned=False) for own in memory])
-    offer(small, topk_of(3))
-    assert all(torch.equal(*(one.values for one in pair)) for pair in zip(memory, gradients(tensors), strict=True))
-    for own in memory:
-        own.values.zero_()
-    assert torch.equal(small.take(), kept(tensors, gradients(tensors)).take())
-
-
-def test_a_number_that_is_not_finite_is_noticed():
-    tensors = small_tensors([[], [3], []])
-    grads = gradients(tensors)
-    grads[1].values.view(-1)[0] = torch.nan
-    topk = topk_of(3)
-    offer(kept(tensors, grads), topk)
-    assert not topk.finite
-
-
-def test_rows_that_a_batch_used_are_taken_as_a_whole_gradient():
-    tensors = small_tensors([[], [], [6, 1]])
-    rows = DenseGradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 3]))
-    small = kept(tensors[2:], [rows])
-    assert small.take().tolist() == [2.0, 3.0]
-    weight, grad, ids = small.entries([tensors[2].never_candidates])
-    assert grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0]
-    assert torch.equal(weight, tensors[2].weight.flatten())
-    assert ids.tolist() == list(range(300, 308))

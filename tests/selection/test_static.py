@@ -15,7 +15,7 @@ from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
-from sparsify.strategies.strategy import ALLOCATIONS, Increment, Prune, Static, Strategy
+from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
@@ -165,20 +165,6 @@ def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_prune
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
 
 
-def test_a_delta_of_the_first_entries_has_the_others_as_they_were_when_pruned():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, PRUNED, calibration=batches[:2])
-    pruned = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, batches[:4])
-    first = SparseDelta.from_model(model, budget=60)
-    for tensor in get_engine(model).tensors:
-        if tensor.name in first.whole:
-            expected = pruned[tensor.name].clone()
-            early = tensor.indices[tensor.slots < 60]
-            expected.view(-1)[early] = tensor.parameter.view(-1)[early]
-            assert torch.equal(first.whole[tensor.name], expected)
-
-
 def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_pruned_once():
     torch.manual_seed(0)
     model = nn.Embedding(5, 4, padding_idx=2)
@@ -253,21 +239,6 @@ def test_tensors_without_a_score_get_no_budget():
         sparsify(model, 9, Strategy(SNIP(), Prune(pretrained=True)), **options)
 
 
-def test_a_mask_dict_is_trained_exactly():
-    model, batches = build("mlp")
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    mask = torch.rand(10, 6, generator=torch.Generator().manual_seed(1)) < 0.3
-    bias = torch.zeros(8, dtype=torch.bool)
-    bias[3] = True
-    sparsify(model, None, {"first.weight": mask, "second.bias": bias})
-    assert get_engine(model).budget == model.sparse_values.numel() == int(mask.sum()) + 1
-    train(model, batches[:4])
-    changed = {name: parameter != before[name] for name, parameter in model.named_parameters() if name in before}
-    assert torch.equal(changed.pop("first.weight"), mask)
-    assert torch.equal(changed.pop("second.bias"), bias)
-    assert not any(change.any() for change in changed.values())
-
-
 def test_a_warm_start_trains_the_entries_of_an_earlier_delta_from_where_it_ended(tmp_path):
     base, batches = build("mlp")
     first = train(sparsify(copy.deepcopy(base), 40, "id3", steps=4), batches[:4])
@@ -276,6 +247,7 @@ def test_a_warm_start_trains_the_entries_of_an_earlier_delta_from_where_it_ended
     again = delta.apply(copy.deepcopy(base))
     sparsify(again, None, delta.support)
     assert unmasked_sets(again) == unmasked_sets(first)
+    assert again.sparse_values.numel() == 40
     for name, parameter in again.named_parameters():
         assert name == "sparse_values" or torch.equal(parameter, dict(first.named_parameters())[name])
     train(again, batches[:4])
@@ -287,10 +259,3 @@ def test_flat_indices_are_a_set_and_names_of_a_wrapped_model_are_found_under_the
     wrapped = nn.ModuleDict({"module": nn.Linear(3, 3)})
     sparsify(wrapped, 3, {"weight": torch.tensor([7, 2, 7, 0])})
     assert unmasked_sets(wrapped)["module.weight"] == [0, 2, 7]
-
-
-def test_a_random_order_is_unmasked_a_few_at_a_time_and_does_not_depend_on_the_training():
-    model, batches = build("mlp")
-    increment = train(sparsify(copy.deepcopy(model), 40, Strategy(Random(), Increment()), steps=4, seed=3), batches[:4])
-    static, other = (sparsify(copy.deepcopy(model), 40, Strategy(Random(), Static()), seed=seed) for seed in (3, 4))
-    assert unmasked_sets(increment) == unmasked_sets(static) != unmasked_sets(other)

@@ -33,13 +33,6 @@ def assert_close(totals, expected):
         torch.testing.assert_close(total, grad)
 
 
-@pytest.mark.parametrize("importance", [D3(), SNIP()])
-def test_gradients_of_batches_are_summed(model_and_batches, importance):
-    model, batches = model_and_batches
-    totals = calibrate(model, list(model.parameters()), importance, iter(batches[:3]))
-    assert_close(totals, [sum(grads) for grads in zip(*(gradient(model, b) for b in batches[:3]), strict=True)])
-
-
 @pytest.mark.parametrize("num_samples", [1, 12, 17, 1024])
 def test_fisher_squares_the_gradients_of_single_examples_up_to_its_number(model_and_batches, num_samples):
     model, batches = model_and_batches

@@ -6,10 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 from models import build, run_steps
-from quantized_models import quantized_build
 from torch import nn
 
-from sparsify import D3, Increment, Magnitude, SparseDelta, SparsifyError, Strategy, extend, get_engine, sparsify
+from sparsify import D3, Increment, SparseDelta, SparsifyError, Strategy, extend, get_engine, sparsify
 from sparsify.adapters import add_adapters
 
 STEPS = 6
@@ -22,35 +21,16 @@ def assert_exported(export, model):
     return version
 
 
-def follow(model, batches, after_each=lambda: None):
+def follow(model, batches):
     """Trains, and compares after every step."""
     export = get_engine(model).source.exporter(model)
     versions = [assert_exported(export, model)]
     for batch in batches[:STEPS]:
         run_steps(model, [batch])
-        after_each()
         versions.append(assert_exported(export, model))
     assert versions[-1].config["steps_done"] == STEPS
     assert versions[-1].config == SparseDelta.from_model(model).config
     return versions
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("mlp", "id3"),
-        ("bert", "id3"),
-        ("bert", "pafi"),
-        ("gpt2", "d3-repeat"),  # its token table is tied
-        ("mlp", "bitfit"),
-        ("llama", Strategy(Magnitude(), Increment())),
-    ],
-)
-def test_every_version_is_what_a_delta_takes(name, strategy, dtype):
-    model, batches = build(name, dtype=dtype)
-    budget = None if strategy == "bitfit" else 60
-    follow(sparsify(model, budget, strategy, steps=STEPS - 2), batches)
 
 
 def test_tensors_of_several_dtypes_and_dense_ones():
@@ -88,14 +68,6 @@ def test_positions_and_base_values_are_copied_once_while_nothing_is_unmasked():
     assert all(changed)
 
 
-@pytest.mark.parametrize("scheme", ["nf4", "int8"])
-def test_differences_on_a_quantized_base(scheme):
-    model, batches = quantized_build("mlp", scheme)
-    sparsify(model, 60, steps=STEPS, target_modules=["first", "second", "head"])
-    kinds = {entries.kind for entries in follow(model, batches)[-1].tensors.values()}
-    assert kinds == {"add", "replace"}
-
-
 def test_modules_that_the_base_lacks_are_stored_whole():
     model, batches = build("bert")
     add_adapters(model, "pfeiffer", 4)
@@ -104,18 +76,13 @@ def test_modules_that_the_base_lacks_are_stored_whole():
     assert versions[-1].config["entries_in_whole"] == 60
 
 
-def test_an_earlier_state_and_plain_weights_that_are_loaded():
+def test_plain_weights_that_are_loaded():
     model, batches = build("mlp", dtype=torch.bfloat16)
     sparsify(model, 60, steps=STEPS)
     plain = copy.deepcopy(model.state_dict())
     export = get_engine(model).source.exporter(model)
-    run_steps(model, batches[:2])
-    early = copy.deepcopy(model.state_dict())
-    run_steps(model, batches[2:4])
-    many = sum(entries.indices.numel() for entries in assert_exported(export, model).tensors.values())
-    model.load_state_dict(early)
-    few = sum(entries.indices.numel() for entries in assert_exported(export, model).tensors.values())
-    assert few < many
+    run_steps(model, batches[:4])
+    assert_exported(export, model)
     torch.manual_seed(3)  # weights without entries: their deltas are rounded, the weights are as they came
     weights = {name: torch.randn_like(value) * 9 for name, value in plain.items() if not name.startswith("sparse_")}
     model.load_state_dict(weights, strict=False)
@@ -135,21 +102,11 @@ def test_a_run_that_is_extended():
     assert export().config == SparseDelta.from_model(model).config
 
 
-def test_a_model_that_was_cast():
-    model, batches = build("mlp")
-    sparsify(model, 60, steps=STEPS)
-    export = get_engine(model).source.exporter(model)
-    run_steps(model, batches[:2])
-    assert_exported(export, model)
-    model.bfloat16()
-    version = assert_exported(export, model)
-    assert {entries.dtype for entries in version.tensors.values()} == {torch.bfloat16}
-
-
 def test_a_module_that_was_cast():
     model, _ = build("mlp")
     sparsify(model, 60, "random")
     export = get_engine(model).source.exporter(model)
+    assert_exported(export, model)
     model.second.bfloat16()  # its weight is the base's float32 value plus the delta, rounded once
     for _ in range(2):
         model.sparse_values.data.normal_(std=1e-3)

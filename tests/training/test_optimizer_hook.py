@@ -176,33 +176,24 @@ def test_a_step_that_failed_is_not_taken_for_one_around_the_next():
     assert summary(model).step == 2
 
 
-def descend(model):
-    with torch.no_grad():
-        model.sparse_values -= 0.1 * model.sparse_values.grad
-    model.sparse_values.grad = None
-
-
-def test_an_optimizer_of_ones_own_trains_as_torchs_does():
+def test_an_optimizer_of_ones_own_trains_as_torchs_does_whose_steps_cannot_be_counted_again():
     own, batches = built()
     torchs = copy.deepcopy(own)
     optimizer = torch.optim.SGD([torchs.sparse_values], lr=0.1)
     for batch in batches:
         loss_of(own, batch).backward()
-        descend(own)
+        with torch.no_grad():
+            own.sparse_values -= 0.1 * own.sparse_values.grad
+        own.sparse_values.grad = None
         optimizer_stepped(own)
         step(torchs, batch, optimizer)
     assert summary(own).unmasked == BUDGET
     state = torchs.state_dict()
     for name, tensor in own.state_dict().items():
         torch.testing.assert_close(tensor, state[name])
-
-
-def test_a_step_that_torch_told_of_cannot_be_counted_again():
-    model, batches = built()
-    step(model, batches[0], torch.optim.SGD([model.sparse_values], lr=0.1))
     with pytest.raises(SparsifyError, match=r"was counted already.*leave optimizer_stepped\(model\) out"):
-        optimizer_stepped(model)
-    assert summary(model).step == 1
+        optimizer_stepped(torchs)
+    assert summary(torchs).step == STEPS
 
 
 class NoCopy:

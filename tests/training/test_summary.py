@@ -142,12 +142,6 @@ def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
     ]
 
 
-@pytest.fixture
-def full():
-    layers = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    return sparsify(layers, None, "full", target_modules=["0"], modules_to_save=["2"])
-
-
 def test_every_preset_can_be_looped_over(capsys):
     for name in PRESETS:
         layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
@@ -161,7 +155,9 @@ def test_every_preset_can_be_looped_over(capsys):
         assert all(parameter.requires_grad for parameter in desparsify(layers).parameters())
 
 
-def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified(full):
+def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified():
+    layers = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    full = sparsify(layers, None, "full", target_modules=["0"], modules_to_save=["2"])
     assert not full[1].weight.requires_grad
     assert not hasattr(full, "sparse_values")
     for verb in (summary, desparsify, get_engine):

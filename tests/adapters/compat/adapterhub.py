@@ -147,28 +147,21 @@ def loaded_by_adapterhub(base, folder):
 # Theirs, sparsified
 
 
-def trained(name, config):
-    """A model with AdapterHub's adapters, a sparsified copy after three steps beside the oracle, and a batch."""
-    base, batches = build(name)
+@every_method
+def test_training_is_the_oracles_and_copies_deltas_and_saved_adapters_are_the_model(name, config, tmp_path):
+    base, (batch, *others) = build(name)
+    plain = copy.deepcopy(base)
     hub_model(base, config)
+    new = {key for key, _ in base.named_parameters()} - {key for key, _ in plain.named_parameters()}
+    assert set(find_new(base)) == new, "AdapterHub's parameters and no others"
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
     budget = min(BUDGET, sum(base.get_parameter(key).numel() for key in trainable(base)) // 2)
     sparsify(sparse, budget, "id3", steps=STEPS)
-    Twins(dense, sparse, budget, STEPS).train(batches)
+    Twins(dense, sparse, budget, STEPS).train([batch, *others])
     unmasked = unmasked_sets(sparse)
     assert set(unmasked) == set(trainable(base))
     assert sum(map(len, unmasked.values())) == budget
-    return base, sparse, batches[0]
 
-
-def brought(name, model):
-    """Names of the parameters that AdapterHub put into a model."""
-    return {key for key, _ in model.named_parameters()} - {key for key, _ in build(name)[0].named_parameters()}
-
-
-@every_method
-def test_training_is_the_oracles_and_copies_and_deltas_are_the_model(name, config, tmp_path):
-    base, sparse, batch = trained(name, config)
     before, expected = logits(base, batch), logits(sparse, batch)
     assert not torch.equal(before, expected)
     assert torch.equal(logits(copy.deepcopy(sparse), batch), expected)
@@ -176,30 +169,19 @@ def test_training_is_the_oracles_and_copies_and_deltas_are_the_model(name, confi
         torch.testing.assert_close(logits(sparse, batch), before, rtol=1e-12, atol=1e-12)
 
     delta = SparseDelta.from_model(sparse)
-    delta.save(tmp_path)
-    assert set(delta.tensors) | set(delta.whole) <= set(trainable(base)) | brought(name, base)
-    SparseDelta.load(tmp_path).apply(base)
-    assert torch.equal(logits(base, batch), expected)
-    plain = desparsify(sparse)
-    assert plain.state_dict().keys() == base.state_dict().keys()
-    assert torch.equal(logits(plain, batch), expected)
-
-
-@every_method
-def test_adapterhubs_parameters_are_new_and_no_others(name, config):
-    model = hub_model(build(name)[0], config, large=False)
-    assert set(find_new(model)) == brought(name, model)
-
-
-@every_method
-def test_a_saved_adapter_is_a_plain_one(name, config, tmp_path):
-    base, sparse, batch = trained(name, config)
-    expected = logits(sparse, batch)
-    sparse.save_adapter(str(tmp_path), "default", with_head=False)
-    saved = torch.load(tmp_path / "pytorch_adapter.bin", weights_only=True)
+    delta.save(tmp_path / "delta")
+    assert set(delta.tensors) | set(delta.whole) <= set(trainable(base)) | new
+    sparse.save_adapter(str(tmp_path / "adapter"), "default", with_head=False)
+    saved = torch.load(tmp_path / "adapter" / "pytorch_adapter.bin", weights_only=True)
     assert not [key for key in saved if "sparse_" in key]
-    loaded = hub_model(build(name)[0], config)
-    loaded.load_adapter(str(tmp_path), set_active=True)
-    heads = [key for key in trainable(base) if key in build(name)[0].state_dict()]
+    loaded = hub_model(copy.deepcopy(plain), config)
+    loaded.load_adapter(str(tmp_path / "adapter"), set_active=True)
+    heads = [key for key in trainable(base) if key in plain.state_dict()]
     loaded.load_state_dict({key: sparse.state_dict()[key] for key in heads}, strict=False)
     assert torch.equal(logits(loaded, batch), expected)
+
+    SparseDelta.load(tmp_path / "delta").apply(base)
+    assert torch.equal(logits(base, batch), expected)
+    desparsified = desparsify(sparse)
+    assert desparsified.state_dict().keys() == base.state_dict().keys()
+    assert torch.equal(logits(desparsified, batch), expected)
