@@ -45,8 +45,9 @@ class BatchingPass(Pass):
     def settle_rest(self) -> None:
         super().settle_rest()
         for small in self._small.values():
-            slots = torch.cat([tensor.slots for tensor in small.tensors]).to(self.grad.device)
-            self.grad[slots] += small.take().to(self.grad)
+            entries = small.tensors[0].collector.entries
+            slots, indices = zip(*(entries.of(tensor.number) for tensor in small.tensors), strict=True)
+            self.grad[torch.cat(slots).to(self.grad.device)] += small.take(indices).to(self.grad)
             if self.selector is not None:
                 self.selector.offer_small(small)  # type: ignore[attr-defined]
 
@@ -70,9 +71,9 @@ class SmallGradients:
         self._starts.append(self.numel)
         self.numel += tensor.numel
 
-    def take(self) -> Tensor:
-        """Returns the gradient of the unmasked entries (k,), tensor by tensor."""
-        return torch.cat(self.values)[self._places([tensor.indices for tensor in self.tensors])]
+    def take(self, indices: Sequence[Tensor]) -> Tensor:
+        """Returns the gradient at flat indices (n,) of each tensor."""
+        return torch.cat(self.values)[self._places(indices)]
 
     def entries(self, excluded: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, gradients and global ids (n,) of all entries, those of excluded flat indices without a gradient."""
@@ -86,7 +87,7 @@ class SmallGradients:
 
     def _places(self, indices: Sequence[Tensor]) -> Tensor:
         """Where some flat indices of each tensor are in the joined gradients."""
-        places = torch.cat(list(indices))
+        places = torch.cat(list(indices)).to(self.values[0].device)
         return places + _repeated(self._starts, [own.numel() for own in indices], places.device)
 
 

@@ -47,12 +47,12 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
     for tensor, gradient in zip(tensors, shared, strict=True):
         small.add(tensor, DenseGradient(gradient.values, owned=False))
     StreamingSelector(together, IMPORTANCE, work, masked_only).offer_small(small)
-    assert work == Work(dense=sum(small.sizes))
+    assert work == Work(dense=small.numel)
     assert all(torch.equal(own.values, one.values) for own, one in zip(shared, grads, strict=True)), "not written to"
     for gradient in shared:
         gradient.values.zero_()  # as another backward may
     taken = [gradient.take(tensor.indices) for tensor, gradient in zip(tensors, grads, strict=True)]
-    assert torch.equal(small.take(), torch.cat(taken))
+    assert torch.equal(small.take([tensor.indices for tensor in tensors]), torch.cat(taken))
     for tensor, gradient in zip(tensors, grads, strict=True):
         gradient.clear(tensor.not_candidates if masked_only else tensor.never_candidates)
         alone.offer(IMPORTANCE, tensor.matrix, gradient.values, None, tensor.offset)
