@@ -27,7 +27,6 @@ BATCHES = [{"x": torch.ones(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}]
 
 
 def state_of(model):
-    """Everything about a model that a call may change."""
     return (
         {name: (type(module), dict(vars(module)).keys()) for name, module in model.named_modules()},
         {name: (id(p), p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()},

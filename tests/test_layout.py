@@ -46,7 +46,6 @@ def room(name):
 
 
 def floor(name):
-    """The floor of a module's package."""
     found = [level for level, rooms in enumerate(FLOORS) if room(name) in rooms]
     assert found, f"sparsify/{room(name)} has no floor in this test: add it where it belongs"
     return found[0]
@@ -67,7 +66,6 @@ def imported(name):
 
 
 def reachable(name):
-    """All modules of this package that importing one brings in, the package's own ``__init__`` apart."""
     seen, waiting = set(), [name]
     while waiting:
         here = waiting.pop()

@@ -21,7 +21,6 @@ LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
 
 def trained(model, batches):
-    """A delta of a model that was trained for two steps, and the logits of the trained model."""
     new_head = ["classifier"] if hasattr(model, "classifier") else None
     train(sparsify(model, 40, steps=2, modules_to_save=new_head), batches[:2])
     delta = SparseDelta.from_model(model)
@@ -37,7 +36,6 @@ def logits(model, batches):
 
 @pytest.fixture
 def pretrained(tmp_path):
-    """A base as it is published, without the head that will be trained; and batches for it."""
     model, batches = build("bert")
     BertForMaskedLM(model.config).save_pretrained(tmp_path / "other")
     model.bert.save_pretrained(tmp_path / "base")
@@ -186,7 +184,6 @@ def test_a_class_of_another_family_is_refused_before_it_is_built(classifier):
 
 
 def rewrite(base, change):
-    """Changes the ``config.json`` of a base."""
     config = json.loads((base / "config.json").read_text())
     change(config)
     (base / "config.json").write_text(json.dumps(config))

@@ -29,7 +29,6 @@ def selective(model):
 
 
 def compare(name, prepare, wrap=lambda model: model):
-    """Trains a checkpointed sparsified copy beside the dense oracle, which is not checkpointed."""
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=STEPS)
     prepare(sparse)

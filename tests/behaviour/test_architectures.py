@@ -31,7 +31,6 @@ every_architecture = pytest.mark.parametrize("name", NAMES)
 
 @torch.no_grad()
 def outputs(model, batch):
-    """Every tensor that the model returns in evaluation."""
     return [value for value in model.eval()(**batch).values() if isinstance(value, torch.Tensor)]
 
 

@@ -47,7 +47,6 @@ def graph_breaks():
 
 
 def compare(dense, batches, wrap, strategy="id3", budget=BUDGET, **options):
-    """Trains what ``wrap`` makes of a sparsified copy beside the dense oracle."""
     sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS)
     options = {"masks": None if strategy == "id3" else masks_of(sparse), "make_optimizer": RATE, **options}
     Twins(dense, sparse, budget, STEPS, run=wrap(sparse), **options).train(batches[:STEPS])
@@ -59,7 +58,6 @@ def on(model, batch):
 
 
 def assert_trains_alike(model, eager, batches, run, loss_of=on):
-    """Trains two sparsified models, one of them as ``run``, and compares unmasked sets and flat deltas."""
     for batch in batches:
         for each, called in ((model, run), (eager, eager)):
             loss_of(called, batch).backward()

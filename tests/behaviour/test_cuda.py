@@ -31,7 +31,6 @@ MOST_WAITS = {"everything": 3, "float16": 2, "magnitude": 3, "d3-repeat": 6, "sn
 
 
 def missing():
-    """Names the first missing requirement of the fake devices; empty if there is none."""
     if not (FOLDER / "fake_cuda.py").is_file():
         return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -42,7 +41,6 @@ def missing():
 
 
 def run(*arguments, simulated=True):
-    """What a Python process with simulated devices prints, or one with real ones."""
     paths = [*([str(FOLDER)] if simulated else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": str(int(simulated))}
     command = [sys.executable, *map(str, arguments)]
@@ -52,15 +50,12 @@ def run(*arguments, simulated=True):
 
 
 class Results:
-    """What ``train_on_cuda.py`` found on its devices, by case and place."""
-
     def __init__(self, device):
         self.simulated = device == "simulated"
         lines = run(ROOT / "tests/helpers/train_on_cuda.py", device, simulated=self.simulated).splitlines()
         self.runs = {tuple(result["run"]): result for result in map(json.loads, lines)}
 
     def cases(self, place):
-        """The names of the cases at a place; skips the test where the place needs more devices than there are."""
         names = [case for case, where in self.runs if where == place and not case.endswith("oracle")]
         return names or pytest.skip("needs two GPUs")
 

@@ -36,7 +36,6 @@ from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
 
 def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, steps=STEPS, **options):
-    """Trains under DDP, or alone where there is one rank."""
     model = wrap(model)
     parallel = DistributedDataParallel(model, **options) if ddp and num_ranks() > 1 else model
     result = train_parallel(rank, model, batches, micro=micro, steps=steps, parallel=parallel)
@@ -146,7 +145,6 @@ def parts_of_two_lengths(rank):
 
 
 def skipping(rank, name, forward):
-    """A model of which the second rank runs a module otherwise, and the error of its backward pass."""
     model, batches = mlp()
     sparsify(model, BUDGET, steps=STEPS)
     if rank == 1:
@@ -214,7 +212,6 @@ def winners_of_random_tensors(rank):
 
 
 def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):
-    """The error of a run in which something differs between the ranks."""
     model, batches = mlp(seed)
     sparsify(model, BUDGET, strategy, steps=steps)
     return error_of(lambda: train(rank, model, batches, **options))
@@ -272,7 +269,6 @@ def all_scenarios(rank, way):
 
 @cache
 def two(way):
-    """The results of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios, way)
 
 

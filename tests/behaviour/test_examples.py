@@ -42,7 +42,6 @@ def test_the_method_in_80_lines_unmasks_what_the_library_does():
 
 @pytest.fixture
 def files(tmp_path):
-    """Options that name a training and a validation file."""
     train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     with gzip.open(train, "wt") as file:
@@ -122,7 +121,6 @@ def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tm
 
 
 def check_saved(text_classification, script, files, folder, result):
-    """The delta, on a fresh base, gives the result; returns a fresh task and the rebuilt model."""
     assert (result["strategy"], result["entries"]) == ("id3", 200)
     task = text_classification.load_task(script.parse_arguments(files))
     path = text_classification.model_path("MiniLM")

@@ -14,7 +14,6 @@ FIGURES = Path(quality.__file__).parent
 
 
 def words(path):
-    """The texts of an SVG."""
     return {text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip()}
 
 

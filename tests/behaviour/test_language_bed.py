@@ -21,7 +21,6 @@ METHODS = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """The folder of a model and of GSM8K's rows."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
     tokens = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

@@ -23,7 +23,6 @@ def make_optimizer(model):
 
 
 def assert_same_states(model, other):
-    """Bit for bit, the unmasked sets among them."""
     assert_close(dict(model.state_dict()), dict(other.state_dict()), 0)
 
 
@@ -139,7 +138,6 @@ def fit(module, batches, optimizer):
 
 
 def lightning_module():
-    """The sparsified model is a part of it."""
     return nn.ModuleDict({"model": make_model(steps=STEPS, budget=BUDGET)})
 
 

@@ -62,8 +62,6 @@ def test_a_backward_called_in_autocast_multiplies_in_the_dtypes_of_the_factors(m
 
 
 class Table(nn.Module):
-    """A table of its own kind, of which a batch uses some rows."""
-
     def __init__(self, sparse):
         super().__init__()
         self.weight, self.out = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(4, 3))

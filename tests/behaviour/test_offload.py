@@ -16,12 +16,10 @@ PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifie
 
 
 def train(model, batches, **options):
-    """The losses of some steps."""
     return run_steps(sparsify(model, BUDGET, steps=STEPS, **options), batches[:STEPS])[0]
 
 
 def dispatched(model, folder, *on_disk):
-    """Every part on the CPU with hooks, but for some on the disk."""
     devices = {part: "disk" if part in on_disk else "cpu" for part in PARTS}
     options = {"offload_dir": str(folder), "main_device": "cpu"} if on_disk else {"force_hooks": True}
     return accelerate.dispatch_model(model, devices, **options)

@@ -36,7 +36,6 @@ def trained_sets(model):
 
 
 def compare(name, optimizer, strategy="id3", budget=BUDGET, schedule="uniform", **options):
-    """Trains both from the same weights on the same batches and compares them after every step."""
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS, schedule=schedule)
     # Adam divides by the root of a squared gradient; where that is all rounding error, so is the step

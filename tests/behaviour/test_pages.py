@@ -79,7 +79,6 @@ def test_every_public_name_is_in_the_reference():
 
 
 def find(entry):
-    """The object with a dotted name."""
     module, _, attribute = entry.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

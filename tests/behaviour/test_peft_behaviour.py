@@ -32,14 +32,12 @@ def name():
 
 @pytest.fixture
 def twins(name):
-    """Twins that were trained for two steps."""
     twins = AdapterTwins(name)
     twins.train()
     return twins
 
 
 def is_plain(model):
-    """Whether no module of a model is PEFT's or sparsify's."""
     classes = {type(module) for module in model.modules()}
     return not any(issubclass(each, BaseTunerLayer) or each.__module__.startswith("sparsify") for each in classes)
 
@@ -247,7 +245,6 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
 
 
 def assert_saved_alike(sparse, dense, folder):
-    """Saves two models into folders "sparse" and "dense", which hold the same files, config and tensors."""
     found = []
     for name, model in (("sparse", sparse), ("dense", dense)):
         model.save_pretrained(folder / name)

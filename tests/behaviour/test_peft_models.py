@@ -16,7 +16,6 @@ STEPS = 4
 
 
 def prompt(base, config, **options):
-    """A tuner that puts three virtual tokens before the others."""
     options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, **options}
     return base, lambda: getattr(peft, config)(**options)
 

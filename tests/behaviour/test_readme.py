@@ -24,8 +24,6 @@ SNIPPETS = [
 
 
 class Model(nn.Module):
-    """Has the modules that the snippets name."""
-
     def __init__(self):
         super().__init__()
         self.query, self.value, self.classifier = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)

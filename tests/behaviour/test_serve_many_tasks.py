@@ -40,7 +40,6 @@ def examples():
 
 @pytest.fixture(scope="module")
 def classifier(examples):
-    """Loads the base with a new head of so many labels."""
     return lambda num_labels: examples[0].classifier_class(BASE).from_pretrained(BASE, num_labels=num_labels)
 
 
@@ -51,7 +50,6 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def paths(classifier, tokenizer, tmp_path_factory):
-    """The deltas' folders; one is a single file."""
     folder = tmp_path_factory.mktemp("deltas")
     paths = {"mood": folder / "mood", "topic": folder / "topic.safetensors", "same": folder / "same"}
     for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
@@ -85,7 +83,6 @@ def tasks(examples, paths):
 
 @pytest.fixture
 def server(examples, tasks):
-    """The address, and a function that asks it."""
     serve, demo = examples
     with demo.served(serve.make_app(tasks)) as url:
         yield url, demo.ask

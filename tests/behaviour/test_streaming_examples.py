@@ -27,7 +27,6 @@ VERSIONS = {  # that a follower reports
 
 
 def printed(module, *options):
-    """What the command of a module prints."""
     command = [sys.executable, "-m", module, *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -22,7 +22,6 @@ COEFFICIENTS = st.lists(st.sampled_from([-1.5, -1.0, 0.25, 0.5, 1.0, 2.0]), min_
 
 
 def by_hand(base, tuned, coefficients):
-    """The same on whole models: base + sum of c * (tuned - base)."""
     start = copy.deepcopy(base).double().state_dict()
     models = [(c, copy.deepcopy(model).double().state_dict()) for c, model in zip(coefficients, tuned, strict=True)]
     sums = {name: value + sum(c * (m[name] - value) for c, m in models) for name, value in start.items()}

@@ -37,7 +37,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def good(path):
-    """The bytes of a file with two sparse tensors and one whole."""
     tensors = {"a": entries(), "b.values": entries((0, 2), (3.0, 4.0), (3,), "add", torch.float32)}
     write(path, tensors, {"head.weight": torch.tensor([[1.0, math.nan]])}, {"steps": 3})
     return path.read_bytes()

@@ -47,7 +47,6 @@ for path in map(Path, sys.argv[2:]):
 
 
 def with_metadata(config="{}", tensors="{}", whole="[]"):
-    """A file with such texts in its metadata, and no tensors."""
     sha256 = hashlib.sha256().hexdigest()
     text = f'{{"format_version":2,"config":{config},"tensors":{tensors},"whole":{whole},"payload_sha256":"{sha256}"}}'
     return join(json.dumps({"__metadata__": {"sparse_delta": text}}, ensure_ascii=False).encode(), b"")

@@ -41,7 +41,6 @@ def hub():
 
 
 def make_delta(value=2.0, base=BASE):
-    """One entry of one tensor."""
     values, base_sha256 = torch.tensor([value]), digest(torch.zeros(1))
     entry = TensorDelta(torch.tensor([3]), values, (2, 4), torch.float32, "replace", base_sha256)
     strategy = {"importance": {"name": "d3", "exp": 2, "eps": 1}, "selection": {"name": "increment"}}
@@ -51,7 +50,6 @@ def make_delta(value=2.0, base=BASE):
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Runs blocks of code in a process that has this hub for the hub; gives what it prints."""
     make_delta().save(tmp_path / "first")
     make_delta(value=7.0).save(tmp_path / "second")
     make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")

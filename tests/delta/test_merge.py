@@ -37,7 +37,6 @@ def out(tmp_path):
 
 @pytest.fixture
 def nothing_written(base, tmp_path):
-    """Fails the test if there is anything but the base in the end."""
     yield
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 

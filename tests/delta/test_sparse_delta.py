@@ -21,8 +21,6 @@ CONFIG = {"base_model": "openai-community/gpt2", "revision": "main", "strategy":
 
 
 class Tied(nn.Module):
-    """A head that shares the embedding's weight, listed in either order."""
-
     def __init__(self, first="embed", second="head"):
         super().__init__()
         weight = nn.Parameter(torch.randn(6, 4))
@@ -41,7 +39,6 @@ class FakeEngine:
 
 
 def trained_entries(tensor, indices):
-    """Entries of a tensor, each moved by 1."""
     indices = torch.tensor(indices)
     base = tensor.detach().take(indices)
     return TensorDelta(indices, base + 1, tuple(tensor.shape), tensor.dtype, "replace", digest(base))
@@ -53,7 +50,6 @@ def make_model(dtype=torch.float32):
 
 
 def make_delta(model, whole=None):
-    """A delta of three entries in two tensors of ``make_model``."""
     trained = copy.deepcopy(model)
     entries = {
         "0.weight": trained_entries(model[0].weight, [0, 7, 19]),
@@ -65,7 +61,6 @@ def make_delta(model, whole=None):
 
 
 def added(tensor, differences, indices=(0,)):
-    """A delta's part of kind ``add`` for a tensor."""
     indices = torch.tensor(indices)
     base = tensor.detach().take(indices)
     values = torch.tensor(differences)

@@ -26,14 +26,12 @@ PROPERTY = settings(max_examples=150)
 
 
 def block(language):
-    """The one fenced block in a language."""
     found = re.findall(rf"```{language}\n(.*?)\n```", SPECIFICATION, flags=re.DOTALL)
     assert len(found) == 1
     return found[0]
 
 
 def golden():
-    """The bytes of the hex dump, each line of which is an offset, bytes, and the same bytes as text."""
     data = b""
     for line in block("hex").splitlines():
         offset, as_hex, as_text = re.fullmatch(r"([0-9a-f]{6})  ([0-9a-f ]+?) +\|(.*)\|", line).groups()
@@ -45,8 +43,6 @@ def golden():
 
 
 def described():
-    """The delta that the text describes."""
-
     def part(indices, values, shape, kind, base):
         values = torch.tensor(values, dtype=base.dtype)
         return TensorDelta(torch.tensor(indices), values, shape, base.dtype, kind, digest(base))

@@ -84,8 +84,6 @@ def text_with_images():
 
 
 class ConvNet(nn.Module):
-    """The smallest net whose batch norms keep running statistics: buffers that training changes."""
-
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
@@ -223,7 +221,6 @@ ARCHITECTURES = {
 
 
 def build(name, dtype=torch.float64, batches=3, seed=0):
-    """A model in training mode whose parameters are all random, and its batches."""
     torch.manual_seed(seed)
     model_class, config_class, config, batch = ARCHITECTURES[name]
     model = model_class() if config_class is None else getattr(hf, model_class)(getattr(hf, config_class)(**config))

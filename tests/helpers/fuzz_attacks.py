@@ -68,8 +68,6 @@ PEFT_KEYS = """target_modules exclude_modules rank_pattern r layers_pattern laye
 
 
 class Parts:
-    """A delta file taken apart: header, metadata document and payload, each of which may be changed."""
-
     def __init__(self, data):
         self.data, (self.header, self.payload) = data, split(data)
         self.document = json.loads(self.header["__metadata__"]["sparse_delta"])
@@ -80,7 +78,6 @@ class Parts:
         return [key for key in self.header if key != "__metadata__"]
 
     def join(self, rehash=True):
-        """The file; the payload's hash is made to fit, unless it was itself attacked."""
         if rehash and self.document.get("payload_sha256") == self.stated:
             self.document["payload_sha256"] = hashlib.sha256(self.payload).hexdigest()
         if isinstance(self.header.get("__metadata__"), dict):
@@ -244,7 +241,6 @@ def attack_fields(rng, parts, other):
 
 
 def attack_values(rng, parts, other):
-    """Values of another dtype, some of which are no numbers or very large ones."""
     name, record = some_record(rng, parts)
     dtype, fill = rng.choice(list(DTYPES)), rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
     size = DTYPES[dtype] * min(record["count"], 5000)  # which may be attacked, too
@@ -271,7 +267,6 @@ def attack_names(rng, parts, other):
 
 
 def attack_dense(rng, parts, other):
-    """More dense tensors, of any dtype and shape, under the base's names and others."""
     for name in rng.sample(NAMES, rng.choice([1, 1, 2])):
         dtype, shape = rng.choice(list(DTYPES)), rng.choice([*SHAPES, [3, 16], [3]])
         sizes = shape if all(type(size) is int and size >= 0 for size in shape) else [0]

@@ -92,7 +92,6 @@ class Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def repo(self, repo_id, revision="main", *, write=False):
-        """The repository and the commit; raises where it is not there, or not for this client."""
         repo = self.server.hub.repos.get(repo_id)
         if repo is None or (repo.private and not self.is_owner):
             raise RefusalError(404 if self.is_owner else 401, "RepoNotFound")
@@ -166,7 +165,6 @@ ROUTES = [
 
 
 def client_environment(hub, home, token=TOKEN):
-    """The environment of a process that has this hub for the hub."""
     inherited = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     return {
         **inherited, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token,

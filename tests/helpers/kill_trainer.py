@@ -55,7 +55,6 @@ class DiesWriting(TrainerCallback):
 
 
 def run(folder, doom, begun):
-    """A training run, from the last checkpoint if there is one; the outcome is saved beside the checkpoints."""
     begun.send("imported")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -74,7 +73,6 @@ def run(folder, doom, begun):
 
 
 def start(folder, doom=None):
-    """Starts a run in a process of its own; returns when all is imported."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -109,7 +107,6 @@ def finish(folder, expected):
 
 
 def kill(kills, seed, base):
-    """Kills runs that many times, and checks how each ends; returns how often in each way."""
     draw, counts = random.Random(seed), Counter()
     process = start(base / "straight")
     begin = time.monotonic()

@@ -43,7 +43,6 @@ def within_limits(function, megabytes=500, seconds=30):
 
 
 def _outcome(function, megabytes):
-    """The text that the function returns, or the error that it raises, small enough for a pipe."""
     try:
         torch.set_num_threads(1)  # the threads of a pool are not there in a fork
         with open("/proc/self/statm") as file:

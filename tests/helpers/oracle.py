@@ -99,7 +99,6 @@ def padding_rows(model):
 
 
 def unmasked_sets(model):
-    """The library's unmasked sets, in the oracle's terms."""
     from sparsify import get_engine
 
     return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_engine(model).tensors}

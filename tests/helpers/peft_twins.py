@@ -60,7 +60,6 @@ def lora(**options):
 
 
 def on(base, config, **options):
-    """A tuner on BERT's attention, or on that of another base."""
     return base, lambda: getattr(peft, config)(**{"target_modules": ATTENTION, **options})
 
 
@@ -87,7 +86,6 @@ def saved_names(model):
 
 
 def base_of(name, dtype=torch.float64):
-    """The base model of an adapter, the same at each call, and its batches."""
     torch.manual_seed(0)
     base, _ = ADAPTERS.get(name) or name
     if base in OWN_MODELS:
@@ -146,13 +144,11 @@ class AdapterTwins(Twins):
         return [action(model) for model in (self.dense, self.sparse)]
 
     def train(self, steps=2):
-        """Makes optimizer steps, on batch after batch, and compares the outputs."""
         first = self.oracle.step_number
         super().train([self.batches[step % len(self.batches)] for step in range(first, first + steps)])
         self.check()
 
     def check(self):
-        """Compares outputs and weights; the outputs."""
         dense, sparse = self.do(lambda model: outputs(model, self.batches[0]))
         self.assert_close(sparse, dense)
         self.check_weights()

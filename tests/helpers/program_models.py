@@ -10,8 +10,6 @@ VOCABULARY, TOKENS, WIDTH, EXPERTS = 11, 4, 6, 3
 
 
 class Twice(nn.Module):
-    """One layer that is called twice."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -21,7 +19,6 @@ class Twice(nn.Module):
 
 
 def tied():
-    """Two layers over one weight."""
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     layers[2].weight = layers[0].weight
     return layers
@@ -45,8 +42,6 @@ class Norms(nn.Module):
 
 
 class Convolution(nn.Conv1d):
-    """Over the tokens."""
-
     def __init__(self):
         super().__init__(WIDTH, WIDTH, 3, padding=1, groups=2)
 
@@ -87,8 +82,6 @@ class Experts(nn.Module):
 
 
 class Listed(nn.Module):
-    """Parameters in a list, read one by one and in a slice."""
-
     def __init__(self):
         super().__init__()
         self.vectors = nn.ParameterList([torch.empty(WIDTH) for _ in range(3)])
@@ -98,8 +91,6 @@ class Listed(nn.Module):
 
 
 class Mixed(nn.Bilinear):
-    """A three-dimensional weight, and a module of few parameters."""
-
     def __init__(self):
         super().__init__(WIDTH, WIDTH, WIDTH)
         self.slope = nn.PReLU()
@@ -109,8 +100,6 @@ class Mixed(nn.Bilinear):
 
 
 class Attention(nn.MultiheadAttention):
-    """Reads the weight of its output layer without calling it."""
-
     def __init__(self):
         super().__init__(WIDTH, 2, batch_first=True)
 

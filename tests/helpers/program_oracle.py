@@ -67,7 +67,6 @@ class Dense:
         return torch.cat([mask.reshape(-1) for mask in masks.values()])
 
     def split(self, flat):
-        """A vector (N,) by the parameters' names."""
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         return {name: part.view_as(p) for name, p, part in zip(self.names, self.parameters, parts, strict=True)}
 
@@ -85,7 +84,6 @@ class Dense:
 
     @staticmethod
     def _best(scores, candidates, number):
-        """Positions of the best: by score, then by place."""
         order = scores.masked_fill(~candidates, -torch.inf).argsort(descending=True, stable=True)
         return order[: min(number, int(candidates.sum()))]
 
@@ -137,7 +135,6 @@ class Dense:
         assert spread > 0 or self.program.dtype != torch.float64, f"ties in another order: {taken.nonzero().tolist()}"
 
     def step(self, scale, clip):
-        """One optimizer step with the gradient divided by ``scale``, unless it overflowed."""
         if self.gradient is None:
             return
         if self.finite:

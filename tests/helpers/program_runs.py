@@ -43,7 +43,6 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=program.scaled)
 
     def sparsified(self):
-        """The pretrained model, sparsified."""
         program, dense = self.program, self.dense
         if program.selection == "given":
             budget, strategy = None, dense.split(dense.mask)
@@ -55,7 +54,6 @@ class Run:
     # -------------------------------------------------------------------------------- actions
 
     def sparsify(self):
-        """The beginning."""
         self.sparse = self.sparsified()
         self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
         self.compare_choice()
@@ -78,8 +76,6 @@ class Run:
             self.passes(two)
 
     def losses(self, batch, overflow=None):
-        """The losses of both sides, equal, and scaled."""
-
         def probe(place, hidden):
             if place == overflow and hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad * torch.inf)
@@ -90,7 +86,6 @@ class Run:
         return [self.scaler.scale(loss) for loss in losses]
 
     def passes(self, losses, *, retain=False):
-        """A backward pass of both sides."""
         sparse, dense = losses
         if not sparse.requires_grad:  # the loss depends on nothing that is trained
             assert not self.dense.quota() or self.dense.selected
@@ -132,7 +127,6 @@ class Run:
                 handle.remove()
 
     def evaluate(self, how, batch):
-        """A forward pass that is not trained on."""
         models = [self.sparse, self.dense.model]
         if how == "dropped":
             self.losses(batch)
@@ -148,7 +142,6 @@ class Run:
             model.train()
 
     def step(self):
-        """An optimizer step, or none after an overflow."""
         program, scale, values = self.program, self.scaler.get_scale(), self.sparse.sparse_values
         if values.grad is not None:
             finite = bool(values.grad.isfinite().all())
@@ -167,7 +160,6 @@ class Run:
         self.compare_weights()
 
     def resume(self, what):
-        """The pretrained model is sparsified again and takes the state that was saved."""
         file = io.BytesIO()
         state = self.sparse.state_dict() if what == "state_dict" else trained_state(self.sparse)
         torch.save(state, file)
@@ -223,7 +215,6 @@ class Run:
         return flat
 
     def snapshot(self):
-        """All that the library's side is."""
         engine, grad = get_engine(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
         state["selected"] = torch.tensor(engine.selected)
@@ -264,7 +255,6 @@ class Run:
         self.compare_frozen()
 
     def compare_frozen(self):
-        """What was never trained is the base's to the last bit."""
         dense, now = self.dense, self.sparse.get_parameter
         weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"

@@ -25,7 +25,6 @@ class Program(SimpleNamespace):
     """A random model and a script of actions, each the name of a method of ``Run`` and its arguments."""
 
     def but(self, **changes):
-        """The program with some settings changed."""
         return Program(**{**vars(self), **changes})
 
     def __str__(self):
@@ -34,7 +33,6 @@ class Program(SimpleNamespace):
         return "\n".join([*settings, "script:", *actions])
 
     def model(self):
-        """The pretrained model."""
         torch.manual_seed(self.seed)
         model = Network(self.parts, self.checkpointed, self.head, self.padding)
         with torch.no_grad():
@@ -90,7 +88,6 @@ def program(seed):
 
 
 def _script(rng, steps, parts):
-    """The actions of so many optimizer steps."""
     place, batch = (lambda: rng.randrange(parts + 1)), (lambda: rng.randrange(10))
     yield ("sparsify",)
     for _ in range(max(1, steps)):

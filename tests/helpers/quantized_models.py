@@ -44,7 +44,6 @@ def _bitsandbytes_layer(linear, scheme, compute_dtype):
 
 
 def quantized_build(name, scheme, **options):
-    """A quantized model in training mode and a list of twelve batches."""
     model, batches = build(name, **options)
     return quantize(model, scheme), batches
 

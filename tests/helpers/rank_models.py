@@ -92,7 +92,6 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
 
 
 def assert_like(results, alone):
-    """Asserts that ranks trained as one process did with all their batches."""
     for own in results:
         assert own["sets"] == alone["sets"]
         assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)

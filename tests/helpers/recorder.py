@@ -36,7 +36,6 @@ class Recorder(Collector):
         self.gradients.setdefault(tensor.name, []).append(gradient)
 
     def dense(self, tensor):
-        """The sum of the gradients of a tensor, in its own shape."""
         total = torch.zeros_like(tensor.matrix)
         for gradient in [gradient.dense() for gradient in self.gradients[tensor.name]]:
             rows = slice(None) if gradient.rows is None else gradient.rows
@@ -61,7 +60,6 @@ def mask(module, *attributes):
 
 
 def unmask(tensor, indices, base):
-    """Adds entries of one tensor, by flat index."""
     entries = tensor.collector.entries
     counts = [0] * len(entries.counts)
     counts[tensor.number] = indices.numel()

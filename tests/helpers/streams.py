@@ -12,8 +12,6 @@ BUDGET, STEPS = 60, 6
 
 
 class Run:
-    """A model that is sparsified and trained by steps, and a copy of its base."""
-
     def __init__(self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, lr=0.01, **options):
         model, self.batches = build(name, dtype=dtype)
         self.base = copy.deepcopy(model)
@@ -22,7 +20,6 @@ class Run:
         self.publisher = DeltaPublisher(self.model)
 
     def step(self):
-        """Makes one optimizer step; returns the run."""
         optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], self.lr)
         run_steps(self.model, [self.batches[self.done % len(self.batches)]], optimizer)
         self.done += 1
@@ -36,7 +33,6 @@ class Run:
         return bytes(self.publisher.snapshot())
 
     def follower(self):
-        """A subscriber that has taken a snapshot."""
         follower = DeltaSubscriber(copy.deepcopy(self.base))
         follower.apply(self.snapshot())
         return follower

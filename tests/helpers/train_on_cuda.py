@@ -52,8 +52,6 @@ def stream(device, name):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a run is: which devices, and which of their streams."""
-
     devices: tuple = ()
     side: bool = False  # on a stream of its own for each device
     two_streams: bool = False  # the second layer on one of its own, which the first layer's waits for
@@ -115,8 +113,6 @@ PLACES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
-
     strategy: Strategy | str | None = "id3"  # None: full fine-tuning
     budget: int | None = BUDGET
     everything: bool = False  # accumulation, checkpointing, the base's losses, a state that goes on
@@ -178,7 +174,6 @@ def optimizer_of(model):
 
 
 def resumed(model, optimizer, case, place):
-    """A copy, and an optimizer, that go on where these are."""
     fresh, _ = case.prepared(place, seed=1)
     fresh.load_state_dict(model.state_dict())
     fresh_optimizer = optimizer_of(fresh)
@@ -264,7 +259,6 @@ class NotCounted(contextlib.nullcontext):
 
 
 def run(case, place, counted):
-    """Trains and restores; returns what is found as JSON."""
     restoring = counted()
     with two_ranks(case.ranks):
         model, batches = case.prepared(place)

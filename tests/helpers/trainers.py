@@ -54,7 +54,6 @@ def outcome(trainer):
 
 
 def assert_same(one, other):
-    """Asserts that two outcomes are equal bit for bit."""
     assert one[:2] == other[:2]
     torch.testing.assert_close(one[2:], other[2:], rtol=0, atol=0)
 

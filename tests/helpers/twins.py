@@ -16,7 +16,6 @@ def trainable(model):
 
 
 def masks_of(model):
-    """The unmasked sets of a sparsified model as dense masks."""
     masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
     for name, indices in unmasked_sets(model).items():
         masks[name].view(-1)[indices] = True
@@ -48,7 +47,6 @@ class Twins:
         self.new_optimizer()
 
     def new_optimizer(self):
-        """Makes an optimizer of all parameters of the sparse model that require grad."""
         self.optimizer = self.make_optimizer(trainable(self.sparse))
 
     def train(self, batches):

@@ -24,7 +24,6 @@ def run():
 
 @pytest.fixture(scope="module")
 def few(run):
-    """An update of a few values, with their places."""
     run.updates(1)
     run.model.sparse_values.data[::20] += 1
     return bytes(run.publisher.update())

@@ -177,7 +177,6 @@ def test_a_late_follower_goes_on_with_the_same_updates():
 
 
 def refused(follower, message, error, text):
-    """Fails unless a message is refused and nothing has changed."""
     before, at = bits(follower.model), (follower.chain, follower.version)
     with pytest.raises(error, match=text):
         follower.apply(message)
