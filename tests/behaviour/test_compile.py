@@ -71,9 +71,6 @@ def aot(model, counter="aot_eager"):
     return torch.compile(model, backend=counter, fullgraph=True)
 
 
-# -------------------------------------------------------------------------------- whole models
-
-
 def built(name, dtype=torch.float64):
     model, batches = build(name, dtype=dtype)
     if name == "bert":
@@ -171,9 +168,6 @@ def test_a_part_of_a_compiled_function_is_in_its_graph():
     assert counter.frame_count == 1
 
 
-# -------------------------------------------------------------------------------- uses of a tensor
-
-
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=slow) for seed in range(2, 20))])
 def test_a_random_program_that_is_compiled_is_the_oracle(seed, monkeypatch):
     """Every way in which a weight is used; several graphs in a step; weights that are read, loaded and copied."""
@@ -262,9 +256,6 @@ def test_a_lora_that_is_trained_sparsely_is_one_graph():
     counter = CompileCounterWithBackend("aot_eager")
     assert_trains_alike(model, copy.deepcopy(model), batches[:STEPS], aot(model, counter), loss_of)
     assert counter.frame_count == PRELUDE + 1
-
-
-# -------------------------------------------------------------------------------- weights that change
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -42,9 +42,6 @@ def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, 
     return {**result, "work": summary(model).last_work, "text": str(summary(model))}
 
 
-# ------------------------------------------------------------------- scenarios that one process can be compared with
-
-
 def within_another_model(model):
     """DDP is told of the outer model, whose names of the entries are others, and broadcasts them."""
     outer = nn.ModuleDict({"inner": model})
@@ -106,9 +103,6 @@ def trained(rank, name):
         result = train(rank, model, batches, **options)
     check_ranks(model)
     return result
-
-
-# ------------------------------------------------------------------- scenarios of their own
 
 
 def nothing_finite_on_one_rank(rank):
@@ -206,9 +200,6 @@ def winners_of_random_tensors(rank):
         if found[found >= 0].tolist() != expected.winners().ids.tolist():
             wrong.append(seed)
     return wrong
-
-
-# ------------------------------------------------------------------- scenarios that are refused
 
 
 def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):

@@ -39,9 +39,6 @@ def plain_loop(model, batches):
     return losses
 
 
-# ------------------------------------------------------------------------------------ accelerate
-
-
 class Accelerated:
     """A loop as accelerate's documentation has it, that can be saved after a step and gone on with."""
 
@@ -115,9 +112,6 @@ def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, trai
     resumed.accelerator.load_state(tmp_path)
     assert resumed.train(half, skip=half) == losses
     assert_same_states(resumed.plain, straight.plain)
-
-
-# ------------------------------------------------------------------------------------ Lightning
 
 
 def fit(module, batches, optimizer):

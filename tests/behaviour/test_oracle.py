@@ -114,9 +114,6 @@ def test_any_importance_goes_with_any_selection(name, selection, optimizer):
     compare("mlp", optimizer, Strategy(importance, selection), budget=25, score=score, repeat=repeat)
 
 
-# ------------------------------------------------------------------------------------ repeat-S
-
-
 def test_each_step_trains_the_budget_and_touched_entries_add_up():
     model, batches = build("mlp")
     sparsify(model, SMALL, "d3-repeat", steps=6)

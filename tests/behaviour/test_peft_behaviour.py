@@ -42,9 +42,6 @@ def is_plain(model):
     return not any(issubclass(each, BaseTunerLayer) or each.__module__.startswith("sparsify") for each in classes)
 
 
-# ------------------------------------------------------------------------------------------- merging
-
-
 @adapters
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
 def test_merging_and_unmerging_leave_the_outputs_and_training_goes_on(twins, safe):
@@ -71,9 +68,6 @@ def test_an_unloaded_model_is_plain_with_the_outputs_of_the_trained_or_the_base_
     elif "save" not in name:  # PEFT leaves what was saved in its place
         assert_close(outputs(plain, batch), outputs(base, batch))
     assert plain.state_dict().keys() == base.state_dict().keys()
-
-
-# ------------------------------------------------------------------------------------------ disabling
 
 
 @adapters
@@ -109,9 +103,6 @@ def test_pefts_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alo
     train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
     assert get_engine(model).step == 3
     assert summary(model, verify=True).verification.ok
-
-
-# ------------------------------------------------------------------------------------ several adapters
 
 
 several = pytest.mark.parametrize(
@@ -194,9 +185,6 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
     twins.train()
 
 
-# ------------------------------------------------------------------------------------- the model itself
-
-
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
@@ -239,9 +227,6 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     assert 0 < changed <= 20
     trained = outputs(model, batches[0])
     assert_close(outputs(model.merge_and_unload(), batches[0]), trained, 0.05)
-
-
-# ------------------------------------------------------------------------------------- saving and loading
 
 
 def assert_saved_alike(sparse, dense, folder):
@@ -298,9 +283,6 @@ def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_mode
     with pytest.warns(UserWarning, match="loaded without entries"):
         peft.set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
-
-
-# ------------------------------------------------------------------------------- adapters that PEFT does not wrap
 
 
 def test_transformers_own_adapters_are_sparsified_too(tmp_path):

@@ -87,8 +87,6 @@ def test_a_config_of_any_kind_gives_a_card_with_the_strategys_name_for_a_tag(con
     assert data == {"library_name": "sparsify", "tags": ["sparsify", "sparse", "selective-fine-tuning", *tag]}
 
 
-# Names from a file that is not trusted
-
 HOSTILE = [
     "<script>alert(1)</script>",
     "[click](https://evil.example)",

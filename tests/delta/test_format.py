@@ -47,9 +47,6 @@ def read_bytes(path, data):
     return read(path)
 
 
-# Encodings
-
-
 def positions_from(gaps):
     return (torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1
 
@@ -87,9 +84,6 @@ def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
         assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
 
 
-# Valid files
-
-
 def test_parameters_may_be_named_like_the_files_own_keys(path):
     tensors = {"x": entries(), "x.values": entries((0,), (9.0,))}
     whole = {"x.indices": torch.zeros(2), "x.whole": torch.ones(1), "__metadata__": torch.ones(3)}
@@ -115,9 +109,6 @@ def test_whole_tensors_come_back_bit_for_bit_whatever_their_layout(path):
         assert digest(tensor) == digest(whole[name])
 
 
-# The payload's hash
-
-
 def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
     payload_start = len(good) - len(split(good)[1])
     for at in range(payload_start, len(good)):
@@ -125,9 +116,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
         damaged[at] ^= 1 << at % 8
         with pytest.raises(DeltaFormatError, match=r"its payload does not have the SHA-256 that its metadata records"):
             read_bytes(path, bytes(damaged))
-
-
-# Writing
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, good, monkeypatch):
@@ -187,9 +175,6 @@ def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
 def test_entries_that_make_no_sense_cannot_be_built(change, message):
     with pytest.raises(SparsifyError, match=message):
         entries(**change)
-
-
-# Damaged files
 
 
 @pytest.mark.parametrize(

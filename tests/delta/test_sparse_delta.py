@@ -89,9 +89,6 @@ def unchanged(model):
     assert bits(model) == before
 
 
-# From a model
-
-
 @pytest.mark.parametrize("wrap", [as_in_ddp, torch.compile, lambda m: as_in_ddp(as_in_ddp(torch.compile(m)))])
 def test_the_engine_is_found_within_wrappers(model, wrap):
     model._sparsify_engine = FakeEngine({"0.bias": trained_entries(model[0].bias, [2])})
@@ -101,9 +98,6 @@ def test_the_engine_is_found_within_wrappers(model, wrap):
 def test_a_model_that_is_not_sparsified_has_no_delta(model):
     with pytest.raises(SparsifyError, match=r"this Sequential is not sparsified.*pass the model that `sparsify\(model"):
         SparseDelta.from_model(model)
-
-
-# Save and load
 
 
 def assert_same(left, right):
@@ -171,9 +165,6 @@ def test_the_default_device_does_not_matter(tmp_path):
     assert bits(model) == before
 
 
-# Comparing, and leaving out what is stored whole
-
-
 def test_deltas_are_equal_where_they_do_the_same_to_the_same_base(tmp_path):
     model, whole = make_model(), {"1.running_mean": torch.tensor([1.0, float("nan"), -0.0, 2.0])}
     delta = make_delta(model, whole)
@@ -227,9 +218,6 @@ def test_what_was_trained_in_tensors_stored_whole_is_said():
     assert alone.entries_only().whole == {}
     for nonsense in (0, -1, 13, True, "9", None, 2.0):
         assert SparseDelta({}, whole, {"entries_in_whole": nonsense}).entries_in_whole == 0
-
-
-# Apply and revert
 
 
 @pytest.mark.filterwarnings("error")
@@ -337,9 +325,6 @@ def test_one_delta_serves_many_models_and_keeps_none_alive(delta):
     assert len(delta._applied) == 0
 
 
-# The model moves on between apply and revert
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_that_was_cast_is_reverted_to_the_cast_base(model, delta, dtype):
     expected = bits(make_model().to(dtype))
@@ -415,9 +400,6 @@ def test_a_copy_of_a_delta_is_applied_to_nothing(model, delta, clone):
         same.revert(model)
     assert bits(same.apply(make_model())) == bits(model)
     delta.revert(model)
-
-
-# The wrong model: an error, and not a bit changed
 
 
 def another_name(delta, model):
@@ -512,9 +494,6 @@ def test_a_model_made_in_inference_mode_is_written_and_reverted(delta):
     assert bits(model) == bits(delta.apply(make_model()))
     delta.revert(model)
     assert bits(model) == before
-
-
-# A base in another dtype
 
 
 def test_another_dtype_is_cast_with_one_warning(delta):

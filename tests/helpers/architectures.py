@@ -37,8 +37,6 @@ SPEECH = {
     "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
 }  # fmt: skip
 
-# -------------------------------------------------------------------------------------------- batches
-
 
 def tokens():
     ids = torch.randint(3, VOCABULARY, (4, LENGTH))
@@ -78,9 +76,6 @@ def text_with_images():
     ids[:, :4] = 3  # one place for each of the image's four patches
     labels = ids.masked_fill(ids == 3, -100)
     return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": labels}
-
-
-# -------------------------------------------------------------------------------------------- models
 
 
 class ConvNet(nn.Module):

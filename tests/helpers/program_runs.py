@@ -51,8 +51,6 @@ class Run:
             budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
         return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
 
-    # -------------------------------------------------------------------------------- actions
-
     def sparsify(self):
         self.sparse = self.sparsified()
         self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
@@ -194,8 +192,6 @@ class Run:
         assert base.state_dict().keys() == trained.keys()
         for name, value in base.state_dict().items():
             assert same_bits(value, trained[name]), f"the delta makes another `{name}`"
-
-    # -------------------------------------------------------------------------------- comparisons
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""

@@ -106,9 +106,6 @@ def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
         assert bits(follower.model) == run.expected(base)
 
 
-# Bytes
-
-
 def test_a_steady_update_takes_two_bytes_an_entry_and_bits_that_stay_are_not_sent():
     torch.manual_seed(0)
     base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
@@ -155,9 +152,6 @@ def test_a_snapshot_is_a_delta_file(tmp_path):
     path.write_bytes(run.updates(1)[0])
     with pytest.raises(DeltaFormatError, match="is there, contrary to its metadata"):
         SparseDelta.load(path)
-
-
-# The chain
 
 
 def test_a_late_follower_goes_on_with_the_same_updates():
@@ -251,9 +245,6 @@ def test_entries_that_stay_are_not_sent_again_when_a_state_is_loaded(by):
         assert not update.is_snapshot
         follower.apply(update)
         assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(copy.deepcopy(run.base)))
-
-
-# All or nothing
 
 
 def test_another_base_is_refused():
@@ -413,9 +404,6 @@ def test_a_new_tensor_that_is_a_known_one_in_the_follower_is_refused():
     refused(follower, last, BaseMismatchError, "`1.weight` and `0.weight` are one tensor in this model")
 
 
-# Patches
-
-
 @pytest.mark.parametrize("architecture", MODELS)
 def test_patches_bring_an_engines_checkpoint_from_version_to_version(tmp_path, architecture):
     model = MODELS[architecture]().bfloat16()
@@ -461,9 +449,6 @@ def test_patches_of_dense_tensors_of_snapshots_and_of_entries_that_left():
     take(run.publisher.update().patches())  # some entries are the base's again
     run.model.load_state_dict(holds)
     take(run.publisher.update().patches())  # all of them
-
-
-# Under load
 
 
 def until(condition):
