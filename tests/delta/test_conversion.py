@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from architectures import build
-from checkpoints import MODELS, bert, gpt2, save
+from checkpoints import bert, gpt2, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from requirements import fuses_at_load
@@ -72,20 +72,6 @@ def test_a_layout_makes_nothing_of_the_tensors_size():
     last = layout.shape.numel() - 1
     (part,) = layout.locate(torch.tensor([last]))
     assert (part.key, part.indices.item()) == ("experts.127", 2**40 - 1)
-
-
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("shards", [True, False])
-def test_a_checkpoint_has_every_tensor_of_the_model_under_its_name_at_run_time(tmp_path, architecture, shards):
-    model = MODELS[architecture]()
-    checkpoint = Checkpoint(save(model, tmp_path, shards))
-    assert (len(checkpoint.files) > 1) == shards
-    for name, tensor in named_tensors(type(model).from_pretrained(tmp_path)).items():
-        assert name in checkpoint
-        assert torch.equal(checkpoint[name], tensor), name
-        indices = torch.arange(0, tensor.numel(), 5)
-        assert torch.equal(checkpoint.take(checkpoint.layout(name), indices), tensor.detach().take(indices)), name
-    assert set(checkpoint.plain_names()) <= set(model.state_dict())
 
 
 def test_the_prefix_of_the_model_under_the_head_is_added_or_taken_away(tmp_path):

@@ -121,7 +121,20 @@ GAPS = {  # by the encoding that is smallest
     "U32": st.integers(200_000, 2**26),
     "U64": st.integers(2**34, 2**50),
 }
-NAMES = st.one_of(st.sampled_from(["w", "w.values", "w.indices", "a.whole", "вес"]), st.text("ab./ é😀", min_size=1))
+NAMES = [
+    "w",
+    "w.values",
+    "w.indices",
+    "a.whole",
+    "__metadata__",
+    "вес",
+    "../../outside",
+    "/etc/x",
+    "C:\\x",
+    "~",
+    "%s{}",
+]
+NAMES = st.one_of(st.sampled_from(NAMES), st.text("ab./ é😀", min_size=1))
 
 
 @st.composite
@@ -153,9 +166,9 @@ def test_the_reader_draws_what_sparsify_draws(reader, tmp_path, distribution, sc
     assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].initializer == draw
 
 
-WHOLE = st.sampled_from(
-    [torch.tensor(True), torch.zeros(0, 3), torch.tensor([[1.5, float("nan")]]), torch.arange(3), torch.ones(2).half()]
-)
+ROW = torch.tensor([[1.5, float("nan"), -0.0, float("inf")]])
+WHOLE = [torch.tensor(True), torch.zeros(0, 3), ROW, ROW[:, 1:], torch.arange(3), torch.ones(2).half()]
+WHOLE = st.sampled_from([*WHOLE, torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3)])
 
 
 @PROPERTY
@@ -166,16 +179,18 @@ WHOLE = st.sampled_from(
 )
 def test_the_reader_agrees_with_sparsify_on_every_entry(reader, tensors, whole, config):
     whole = {name: tensor for name, tensor in whole.items() if name not in tensors}
+    delta = SparseDelta(tensors, whole, config)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.safetensors"
-        SparseDelta(tensors, whole, config).save(path)
+        delta.save(path)
         entries, read_whole, read_config = reader["read_delta"](path.read_bytes())
         again = SparseDelta.load(path)
+        assert list(Path(folder).iterdir()) == [path], "names are not paths"
+    assert again == delta
     assert list(entries) == list(tensors) == list(again.tensors)
     for name, part in tensors.items():
         indices, values, record = entries[name]
-        assert indices == part.indices.tolist() == again.tensors[name].indices.tolist()
-        assert values == part.values.tolist() == again.tensors[name].values.tolist()
+        assert (indices, values) == (part.indices.tolist(), part.values.tolist())
         assert (tuple(record["shape"]), record["dtype"]) == (part.shape, DTYPE_NAMES[part.dtype])
         assert (record.get("kind", "replace"), record["base_sha256"]) == (part.kind, part.base_sha256)
     assert read_whole.keys() == whole.keys()

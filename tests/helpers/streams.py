@@ -1,6 +1,7 @@
 """A model in training, its publisher, and what its followers have to hold."""
 
 import copy
+import time
 
 import torch
 from deltas import bits
@@ -40,3 +41,10 @@ class Run:
     def expected(self, base=None):
         """The bits of a base with the delta that the model would be saved as now."""
         return bits(SparseDelta.from_model(self.model).apply(copy.deepcopy(base or self.base)))
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.001)

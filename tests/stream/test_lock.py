@@ -5,6 +5,7 @@ import time
 from unittest.mock import Mock
 
 import pytest
+from streams import until
 
 from sparsify.errors import SparsifyError
 from sparsify.stream.lock import ReadWriteLock
@@ -18,28 +19,22 @@ def started(function):
     return thread
 
 
-def until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.001)
+def taking(turn, order, name):
+    """Starts a thread that appends a name when it has its turn."""
+
+    def take():
+        with turn():
+            order.append(name)
+
+    return started(take)
 
 
 def test_a_waiting_writer_comes_before_later_readers():
     lock, order = ReadWriteLock(), []
-
-    def write():
-        with lock.writing():
-            order.append("writer")
-
-    def read():
-        with lock.reading():
-            order.append("reader")
-
     with lock.reading():
-        writer = started(write)
+        writer = taking(lock.writing, order, "writer")
         until(lock._door.locked)
-        reader = started(read)
+        reader = taking(lock.reading, order, "reader")
         time.sleep(0.02)
         assert order == []
         with lock.reading():  # a thread that reads already goes on
@@ -82,12 +77,7 @@ def test_a_reading_may_end_in_another_thread():
     lock, order = ReadWriteLock(), []
     reading = held(lock)
     started(lambda: next(reading)).join(SECONDS)
-
-    def write():
-        with lock.writing():
-            order.append("writer")
-
-    writer = started(write)
+    writer = taking(lock.writing, order, "writer")
     time.sleep(0.02)
     assert order == []
     reading.close()

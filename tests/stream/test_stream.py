@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -11,25 +10,13 @@ from deltas import bits
 from models import build, run_steps
 from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
-from streams import BUDGET, STEPS, Run
+from streams import BUDGET, STEPS, Run, until
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from sparsify import (
-    BaseMismatchError,
-    DeltaFormatError,
-    DeltaPublisher,
-    DeltaSubscriber,
-    DeltaUpdate,
-    MissingUpdateError,
-    SparseDelta,
-    SparsifyError,
-    StaleUpdateError,
-    desparsify,
-    get_engine,
-    sparsify,
-)
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate, SparseDelta, desparsify, get_engine, sparsify
 from sparsify.delta.patch_plan import PlannedWrite
+from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,18 +143,15 @@ def test_a_snapshot_is_a_delta_file(tmp_path):
 
 def test_a_late_follower_goes_on_with_the_same_updates():
     run = Run("bert", modules_to_save=["classifier"])
-    early = run.follower()
-    for update in run.updates(2):
-        early.apply(update)
+    run.updates(2)
+    second = run.expected()
     run.step()  # the model has moved on; a snapshot is of the last version all the same
     late = run.follower()
     assert late.version == 2
-    assert bits(late.model) == bits(early.model)
-    for _ in range(STEPS):
-        (update,) = run.updates(1)
-        early.apply(update)
+    assert bits(late.model) == second
+    for update in run.updates(STEPS):
         late.apply(update)
-        assert bits(late.model) == bits(early.model) == run.expected()
+    assert bits(late.model) == run.expected()
 
 
 def refused(follower, message, error, text):
@@ -185,9 +169,7 @@ def test_messages_out_of_order_are_refused_by_name():
     refused(new, updates[0], MissingUpdateError, r"makes version 1 from version 0, .* holds no version yet: .*snapshot")
     follower.apply(updates[0])
     follower.apply(updates[1])
-    refused(
-        follower, updates[3], MissingUpdateError, "makes version 4 from version 3, and the model holds version 2: ask"
-    )
+    refused(follower, updates[3], MissingUpdateError, "version 4 from version 3, and the model holds version 2: ask")
     refused(follower, updates[1], StaleUpdateError, "version 2 of this run, and the model holds version 2: drop it")
     refused(follower, updates[0], StaleUpdateError, "version 1 of this run")
     refused(follower, first, StaleUpdateError, "version 0 of this run")
@@ -206,9 +188,7 @@ def test_another_life_of_the_trainer_is_noticed():
     follower.apply(second.snapshot())
     assert bits(follower.model) == second.expected()
     for stale in (late, late_snapshot):
-        refused(
-            follower, stale, StaleUpdateError, "version 2 of an earlier run, and the model holds version 2 of a later"
-        )
+        refused(follower, stale, StaleUpdateError, "of an earlier run, and the model holds version 2 of a later")
     follower.apply(second.updates(1)[0])
     assert bits(follower.model) == second.expected()
 
@@ -258,13 +238,9 @@ def test_another_base_is_refused():
     follower = DeltaSubscriber(copy.deepcopy(run.base))
     follower.apply(run.snapshot())
     with torch.no_grad():
-        for parameter in follower.model.parameters():  # all that are not trained yet
-            parameter[parameter == run.base.get_parameter(name_of(follower.model, parameter))] += 1
+        for name, parameter in follower.model.named_parameters():  # all that are not trained yet
+            parameter[parameter == run.base.get_parameter(name)] += 1
     refused(follower, run.updates(1)[0], SparsifyError, "does not hold the values that the delta was trained on")
-
-
-def name_of(model, wanted):
-    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def disturb(follower, run, slot=0):
@@ -274,29 +250,23 @@ def disturb(follower, run, slot=0):
     return tensor.name
 
 
-def draw(model, base):
-    for parameter in model.parameters():
-        parameter.data.normal_()
-
-
-def cast_twice(model, base):
-    model.bfloat16().float()
-
-
-def load_base(model, base):
-    model.load_state_dict(base.state_dict())
-
-
-@pytest.mark.parametrize("change", [draw, cast_twice, load_base])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, base: [parameter.data.normal_() for parameter in model.parameters()],
+        lambda model, base: model.bfloat16().float(),
+        lambda model, base: model.load_state_dict(base.state_dict()),
+    ],
+    ids=["drawn", "cast twice", "the base's"],
+)
 def test_a_model_that_something_else_has_changed_is_refused(change):
     run = Run(strategy="pafi")
     follower = run.follower()
     follower.apply(run.updates(1)[0])
     change(follower.model, run.base)
+    text = "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
     for message in (run.updates(1)[0], run.snapshot()):
-        refused(
-            follower, message, SparsifyError, "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
-        )
+        refused(follower, message, SparsifyError, text)
 
 
 def test_an_update_of_all_values_replaces_single_values_of_something_else():
@@ -451,21 +421,13 @@ def test_patches_of_dense_tensors_of_snapshots_and_of_entries_that_left():
     take(run.publisher.update().patches())  # all of them
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.001)
-
-
 def test_threads_that_read_see_one_version_while_updates_arrive():
     run = Run("llama", 2_000, "random")
     follower, first = DeltaSubscriber(copy.deepcopy(run.base).eval()), run.snapshot()
     updates, outputs, batch = run.updates(12), {}, run.batches[0]["input_ids"]
     twin = DeltaSubscriber(copy.deepcopy(follower.model))
-    twin.apply(first)
-    for update in updates:
-        twin.apply(update)
+    for message in (first, *updates):
+        twin.apply(message)
         outputs[twin.version] = twin.model(batch).logits.detach()
     seen, stop = [], threading.Event()
 
@@ -476,7 +438,6 @@ def test_threads_that_read_see_one_version_while_updates_arrive():
                 seen.append((version, follower.model(batch).logits))
 
     follower.apply(first)
-    outputs[0] = follower.model(batch).logits.detach()
     readers = [threading.Thread(target=generate, daemon=True) for _ in range(2)]
     for reader in readers:
         reader.start()
