@@ -53,12 +53,6 @@ def ema_of(seen):
     return expected
 
 
-def test_torchs_exponential_average_is_one():
-    start = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    pretrained, average, (_, *seen), batches = trained(start=start)
-    check(pretrained, average, ema_of(seen), batches)
-
-
 @torch.no_grad()
 def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
     pairs = zip(average.parameters(), model.parameters(), strict=True)
@@ -69,10 +63,13 @@ def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
             buffer.copy_(of_model)
 
 
-@pytest.mark.parametrize("delta_alone", [False, True])
-def test_an_average_of_ones_own_that_copies_the_buffers_is_one(delta_alone):
-    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, delta_alone=delta_alone))
-    check(pretrained, average, ema_of(seen), batches)
+@pytest.mark.parametrize("by", ["torch", "hand", "hand, the delta alone"])
+def test_an_exponential_average_is_one(by):
+    options = {"update": functools.partial(average_by_hand, delta_alone="alone" in by)}
+    if by == "torch":
+        options = {"start": functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(DECAY))}
+    pretrained, average, seen, batches = trained(**options)
+    check(pretrained, average, ema_of(seen[by == "torch" :]), batches)
 
 
 def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():

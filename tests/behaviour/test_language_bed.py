@@ -1,15 +1,12 @@
 """The bed for language models, with a tiny random Gemma: what is selected, run, kept and compared."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # holds the package `examples`
 from examples.paper import language, runs
 from examples.paper.models import IGNORED
 from examples.paper.rules import capped, floored, mixed, rates

@@ -1,4 +1,4 @@
-"""The pages of the documentation: their programs run and print what they show, and no link is broken.
+"""The pages of the documentation: their programs and tutorials run and print what they show, and no link is broken.
 
 A page is one program: its Python blocks run from top to bottom, as a user copies them. A ``text`` block after a Python
 block is what that block prints, warns of or raises; ``...`` stands for anything, and line breaks do not count.
@@ -6,13 +6,16 @@ block is what that block prints, warns of or raises; ``...`` stands for anything
 
 import importlib
 import io
+import os
 import re
 import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from sparsify import SparsifyError
 
@@ -86,11 +89,34 @@ def find(entry):
 @pytest.mark.parametrize("page", ALL, ids=name)
 def test_no_link_is_broken(page):
     text = page.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
+    lines = [line.lstrip("# ").lower() for line in text.splitlines() if line[:1] == "#"]
+    headings = {re.sub(r"[^\w -]", "", line).replace(" ", "-") for line in lines}
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
         assert (page.parent / target).exists(), target
         assert target or anchor in headings, anchor
+
+
+TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+assert TUTORIALS
+tutorials = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+
+
+@pytest.mark.slow
+@tutorials
+def test_a_tutorial_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "error"]
+
+
+@tutorials
+def test_a_tutorial_holds_the_outputs_of_one_run_and_no_path_of_a_machine(path):
+    assert not re.search(r"/(root|home|tmp|opt|work|Users)/", path.read_text())
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert all(output.name == "stdout" for output in outputs if output.output_type == "stream"), "no warnings"
