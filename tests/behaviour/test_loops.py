@@ -84,7 +84,6 @@ def test_accelerates_loop_is_the_plain_one_and_its_way_to_save_a_model_writes_an
 
 
 def keep_trained_state(models, weights, output_dir):
-    """A hook for ``accelerator.register_save_state_pre_hook``."""
     for model, state_dict in zip(models, weights, strict=True):
         for name in state_dict.keys() - trained_state(model).keys():
             del state_dict[name]
