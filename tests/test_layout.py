@@ -122,11 +122,6 @@ def test_deltas_and_streams_need_no_training_code(name):
     }  # fmt: skip
 
 
-def test_every_public_name_is_there_and_they_are_sorted_out():
-    assert len(set(sparsify.__all__)) == len(sparsify.__all__)
-    assert all(hasattr(sparsify, name) for name in sparsify.__all__)
-
-
 def test_importing_sparsify_is_lean_and_silent():
     code = f"import sys, sparsify.analysis; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
     run = subprocess.run(

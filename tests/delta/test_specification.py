@@ -88,16 +88,6 @@ def test_the_metadata_is_the_one_that_is_shown():
     assert json.loads(header["__metadata__"]["sparse_delta"]) == json.loads(block("json"))
 
 
-def test_the_example_goes_onto_its_base_and_onto_no_other():
-    base = torch.nn.Module()
-    base.w = torch.nn.Parameter(torch.full((2, 50_000), 0.25))
-    base.b = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    base.register_buffer("n", torch.tensor(0))
-    described().apply(base)
-    assert base.w.flatten()[[1, 2, 65_538, 65_539]].tolist() == [0.25, 1.0, -2.0, 0.5]
-    assert (base.b.tolist(), base.n.item()) == ([1.0, 1.5, 1.0], 7)
-
-
 def test_the_limits_are_those_of_the_code():
     for number in (MAX_HEADER_BYTES, MAX_NAME_CHARACTERS):
         assert f"{number:,} " in SPECIFICATION
