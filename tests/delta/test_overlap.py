@@ -19,13 +19,10 @@ def dense(base, delta):
     before = torch.nn.utils.parameters_to_vector(base.parameters()).detach()
     with delta.applied(base):
         change = torch.nn.utils.parameters_to_vector(base.parameters()).detach() - before
-    mask = torch.zeros(before.numel(), dtype=torch.bool)
-    start = 0
-    for name, parameter in base.named_parameters():
-        if name in delta.tensors:
-            mask[start + delta.tensors[name].indices] = True
-        start += parameter.numel()
-    return change, mask
+    masks = {name: torch.zeros(parameter.numel(), dtype=torch.bool) for name, parameter in base.named_parameters()}
+    for name, part in delta.tensors.items():
+        masks[name][part.indices] = True
+    return change, torch.cat([*masks.values()])
 
 
 @PROPERTY

@@ -33,8 +33,8 @@ def logits(model, batch):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_delta_of_a_quantized_base_is_differences_and_says_how_the_base_was_quantized(scheme, tmp_path):
-    _, _, delta, _ = trained(scheme)
+def test_it_is_differences_that_go_onto_the_quantized_base_and_off_again(scheme, tmp_path):
+    base, model, delta, batch = trained(scheme)
     assert {part.kind for part in delta.tensors.values()} == {"add"}
     assert {part.values.dtype for part in delta.tensors.values()} == {torch.float32}
     library = "torchao" if scheme.startswith("torchao") else "bitsandbytes"
@@ -42,11 +42,6 @@ def test_a_delta_of_a_quantized_base_is_differences_and_says_how_the_base_was_qu
     assert delta.num_entries == BUDGET
     delta.save(tmp_path)
     assert SparseDelta.load(tmp_path) == delta
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_goes_onto_the_quantized_base_and_off_again(scheme):
-    base, model, delta, batch = trained(scheme)
     before, names = logits(base, batch), list(base.state_dict())
     delta.apply(base)
     torch.testing.assert_close(logits(base, batch), logits(model, batch), **ROUNDING)
