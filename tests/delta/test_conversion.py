@@ -107,16 +107,14 @@ def test_legacy_names_are_found(tmp_path, make, legacy):
     checkpoint = Checkpoint(tmp_path)
     renamed = [name for name in named_tensors(model) if name not in checkpoint.stored]
     assert len(renamed) == sum(name.endswith(tuple(legacy.values())) for name in tensors) > 0
-    for name in renamed:
-        assert torch.equal(checkpoint[name], named_tensors(model)[name])
+    assert all(torch.equal(checkpoint[name], named_tensors(model)[name]) for name in renamed)
 
 
 def test_a_vision_language_model_is_found_in_its_old_order(tmp_path):
     model, _ = build("llava", torch.float32)
     checkpoint = Checkpoint(save(model, tmp_path))
     assert "lm_head.weight" not in checkpoint.stored
-    for name, tensor in named_tensors(model).items():
-        assert torch.equal(checkpoint[name], tensor)
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in named_tensors(model).items())
 
 
 @fuses_at_load

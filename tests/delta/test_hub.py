@@ -177,17 +177,13 @@ def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
         r"EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main': give a",
         r"LocalEntryNotFoundError - `a/cached` .*: it is not in the local cache, and .*: get online and try again",
     ]
-    assert len(printed) == len(expected)
     for line, pattern in zip(printed, expected, strict=True):
         assert re.match(rf"SparsifyError from \w*{pattern}", line), line
 
 
-def test_offline_mode_is_said_to_be_the_reason(hub, client):
+def test_offline_mode_or_a_lack_of_rights_is_said_to_be_the_reason(hub, client):
     assert "unset HF_HUB_OFFLINE and try again" in client(load(REPO), HF_HUB_OFFLINE="1")
     assert hub.requests == []
-
-
-def test_a_push_that_may_not_be_says_so_and_changes_nothing(hub, client):
     hub.repos["a/theirs"] = Repo()
     printed = client('first.push_to_hub("a/theirs", token="hf_reader")')
     assert "if it is a matter of rights, log in with" in printed
