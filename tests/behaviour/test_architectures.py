@@ -1,7 +1,4 @@
-"""Architectures that people fine-tune: trained as the dense oracle trains them, saved, and put on a fresh base.
-
-In float64 the unmasked sets are the oracle's to the last entry, and a gradient that the library did not see would show.
-"""
+"""Architectures that people fine-tune: trained as the dense oracle trains them, saved, and put on a fresh base."""
 
 import copy
 import re

@@ -1,6 +1,5 @@
-"""Several ranks train as one process with all their batches would: gloo processes on the CPU, many checks a spawn.
+"""Several ranks train as one process with all their batches would: gloo processes on the CPU, many scenarios a spawn.
 
-Each scenario is a function that every rank runs; a test compares what came back with one process, or among the ranks.
 The ranks select in either of two ways: that of CPUs, and that of devices that the host runs ahead of.
 """
 

@@ -1,8 +1,4 @@
-"""PEFT's own tests of its layers, rewritten for a sparsified model: what PEFT does to an adapter keeps working.
-
-Two twins go through the same: one is trained densely by the oracle, the other is sparsified. Whatever PEFT does to them
-in between, their outputs, losses and weights stay the same.
-"""
+"""PEFT's own tests of its layers, rewritten for twins: what PEFT does to an adapter keeps working once sparsified."""
 
 import copy
 import pickle

@@ -1,7 +1,4 @@
-"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry in float64; or refused by name.
-
-What PEFT left trainable is what may be unmasked; its ``modules_to_save`` are trained dense.
-"""
+"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry in float64; or refused by name."""
 
 import peft
 import pytest

@@ -1,8 +1,4 @@
-"""Reading a file takes at most 16 MiB + 32 x its header + 6 x its payload, as ``format.md`` promises, whatever it is.
-
-Each file is one that costs much for its size. It is read under an address-space limit, so that mapped files count too,
-and where the C library gives freed memory back: how much of it glibc keeps otherwise differs from run to run.
-"""
+"""Reading a file takes at most 16 MiB + 32 x its header + 6 x its payload, as ``format.md`` promises, whatever it is."""
 
 import hashlib
 import itertools
@@ -21,7 +17,7 @@ from sparsify.delta.format import write
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}  # else glibc keeps some
 READ = """
 import sys
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""The architectures that people fine-tune, each as a tiny model with random weights, and a batch for it.
-
-In: a name of ``ARCHITECTURES``. Out: a model and its batches. A step takes milliseconds. What is random in training
-(dropout, layer drop, time masking) is off.
-"""
+"""The architectures that people fine-tune, each as a tiny model with random weights and no dropout, and its batches."""
 
 import torch
 import transformers as hf

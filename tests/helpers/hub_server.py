@@ -1,7 +1,6 @@
-"""A small hub on loopback: those endpoints of the Hugging Face Hub that its client uses to push and to load.
+"""A small hub on loopback, in memory: those endpoints of the Hugging Face Hub that its client uses to push and to load.
 
-Repositories are kept in memory: commits are dicts of files, branches are names of commits. All files are sent within
-the commit. The client is huggingface_hub itself, in a process of its own with ``HF_ENDPOINT`` set.
+The client is huggingface_hub itself, in a process of its own with ``HF_ENDPOINT`` set.
 """
 
 import base64

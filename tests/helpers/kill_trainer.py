@@ -1,9 +1,8 @@
 """Trainer runs that are killed (-9) at random moments and resumed: each must end as the run that nobody killed.
 
 A run writes a checkpoint after every step and keeps two. Half of the kills come at any time of the run, the others at
-one of the file operations of writing a checkpoint and deleting older ones. A run is killed one to three times in a row;
-then it is left alone. The promise: `resume_from_checkpoint=True` takes a complete checkpoint wherever there is one, and
-losses, entries, weights and the optimizer's state are those of the uninterrupted run, bit for bit.
+one of the file operations of writing a checkpoint and deleting older ones. A run is killed one to three times in a row.
+The promise: it resumes from a complete checkpoint wherever there is one, and ends as the uninterrupted run, to the bit.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient kept.
-
-It trains a plain model. What the library does sparsely has to give the same losses, unmasked sets and weights.
-"""
+"""The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient of a plain model kept."""
 
 import math
 

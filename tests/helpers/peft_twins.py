@@ -95,10 +95,7 @@ def base_of(name, dtype=torch.float64):
 
 
 def adapted(name, *others, dtype=torch.float64, random=True):
-    """A model with an adapter and as many others as are named, all trainable and, if ``random``, drawn at random.
-
-    The name is one of ``ADAPTERS``, or a pair such as its values: the name of a base model, and what gives a config.
-    """
+    """A model with an adapter, one of ``ADAPTERS`` or a pair such as its values, and with others of its kind."""
     model, batches = base_of(name, torch.float32)  # some adapters' first values are computed in no other dtype
     _, config = ADAPTERS.get(name) or name
     model = get_peft_model(model, config(), autocast_adapter_dtype=False)
@@ -123,10 +120,7 @@ def outputs(model, batch):
 
 
 class AdapterTwins(Twins):
-    """Two models with an adapter, and ``others`` of its kind: the oracle trains one densely, the library the other.
-
-    A strategy but ``"id3"`` is static. With ``random`` all that is trainable is drawn at random first.
-    """
+    """Two models with adapters: the oracle trains one densely, the library the other, by "id3" or a static strategy."""
 
     def __init__(self, name, *others, strategy="id3", make_optimizer=sgd, steps=STEPS, random=True):
         (dense, batches), (sparse, _) = (adapted(name, *others, random=random) for _ in range(2))

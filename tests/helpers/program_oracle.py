@@ -32,11 +32,8 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a
 class Dense:
     """The paper's algorithm with every gradient kept, over all candidates as one flat vector (N,).
 
-    Attributes:
-        mask: the entries that the step in progress trains.
-        touched: those that were ever trained; all others are the base's.
-        gradient: the sum of the passes so far at ``mask``; ``None`` before the first.
-        selected: whether the step in progress has its entries: the first pass chooses them, all of them train them.
+    The step in progress trains ``mask``, which its first pass selects, by ``gradient``, the sum of its passes so far;
+    ``touched`` are the entries that were ever trained.
     """
 
     def __init__(self, program):

@@ -95,11 +95,7 @@ class Run:
         self.compare_gradients()
 
     def fail(self, where, place, batch):
-        """An error leaves everything as it was.
-
-        It is raised in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed",
-        once the hidden state of a place is reached; if it is recomputed, the first.
-        """
+        """An error in the "forward" or "backward" pass, or in a part that is "recomputed", leaves all as it was."""
         recomputed = where == "recomputed"
 
         def probe(at, hidden):

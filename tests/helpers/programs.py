@@ -1,8 +1,4 @@
-"""Random training programs, each made from a seed: a model, a strategy, an optimizer and a training script.
-
-``program_runs.run`` runs one with sparsify and with the dense oracle; ``run(program(7).but(script=...))`` makes a
-failing one smaller.
-"""
+"""Random training programs, each made from a seed; ``run(program(7).but(script=...))`` makes a failing one smaller."""
 
 import random
 from types import SimpleNamespace

@@ -29,12 +29,7 @@ def assert_close(found, expected, tolerance=1e-9, **options):
 class Twins:
     """Trains both on the same batches, and compares losses, unmasked sets and weights after every step.
 
-    Args:
-        dense, sparse: the plain model, trained by the oracle, and the sparsified one.
-        budget, steps: of both.
-        run: called in place of ``sparse``, as its compiled form.
-        sets: gives the unmasked sets of ``sparse``.
-        options: of the oracle.
+    ``run`` is called in place of ``sparse``, as its compiled form; ``sets`` gives the unmasked sets of ``sparse``.
     """
 
     def __init__(
