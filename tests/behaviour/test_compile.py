@@ -11,9 +11,8 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 from peft import LoraConfig, get_peft_model
-from program_models import PARTS, WIDTH
 from program_runs import run as run_program
-from programs import Program, program
+from programs import PARTS, WIDTH, Program, program
 from quantized_models import quantized_build
 from rank_models import Words, words
 from torch import nn

@@ -1,4 +1,4 @@
-"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry in float64; or refused by name."""
+"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry, or refused by name."""
 
 import peft
 import pytest

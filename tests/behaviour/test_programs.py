@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from program_models import HEADS, PARTS
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING
 from program_runs import SELECTIONS, run
-from programs import KINDS, program
+from programs import HEADS, KINDS, PARTS, program
 
 ALL = 200
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")

@@ -1,4 +1,4 @@
-"""Reading a file takes at most 16 MiB + 32 x its header + 6 x its payload, as ``format.md`` promises, whatever it is."""
+"""Reading a file takes at most 16 MiB + 32 x its header + 6 x its payload, as ``format.md`` promises."""
 
 import hashlib
 import itertools

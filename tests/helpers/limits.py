@@ -15,7 +15,7 @@ needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="needs fork an
 
 
 def within_limits(function, megabytes=500, seconds=30):
-    """Calls a function in a fork, with so much more address space; returns its text, if any, or raises what it raised."""
+    """Calls a function in a fork, with so much more memory; returns its text, if any, or raises what it raised."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of newer versions of Python: this process has threads
