@@ -7,7 +7,7 @@ import torch
 from models import MLP, build
 from torch import nn
 
-from sparsify import D3, Schedule, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
+from sparsify import D3, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.strategies.strategy import Repeat, Strategy
 
 ENTRIES = sum(parameter.numel() for parameter in MLP().parameters())
@@ -151,17 +151,6 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
 def test_verbs_on_a_plain_model_say_so(verb):
     with pytest.raises(SparsifyError, match="this MLP is not sparsified"):
         verb(MLP())
-
-
-def test_desparsify_restores_what_required_grad():
-    model = MLP()
-    model.first.requires_grad_(False)
-    sparsify(model, 10, "pafi", schedule=Schedule("cubic", every=2))
-    assert summary(model).unmasked == 10
-    assert not any(tensor.name.startswith("first") for tensor in get_engine(model).tensors)
-    desparsify(model)
-    assert not model.first.weight.requires_grad
-    assert model.head.weight.requires_grad
 
 
 def test_random_entries_depend_on_the_seed_and_the_name_alone():

@@ -5,7 +5,7 @@ import time
 
 import torch
 from deltas import bits
-from models import build, run_steps
+from models import build, train
 
 from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, sparsify
 
@@ -13,16 +13,16 @@ BUDGET, STEPS = 60, 6
 
 
 class Run:
-    def __init__(self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, lr=0.01, **options):
+    def __init__(
+        self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, prepare=lambda model: model, **options
+    ):
         model, self.batches = build(name, dtype=dtype)
-        self.base = copy.deepcopy(model)
-        self.model = sparsify(model, budget, strategy, steps=STEPS, **options)
-        self.lr, self.done = lr, 0
+        self.base, self.done = prepare(model), 0
+        self.model = sparsify(copy.deepcopy(self.base), budget, strategy, steps=STEPS, **options)
         self.publisher = DeltaPublisher(self.model)
 
     def step(self):
-        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], self.lr)
-        run_steps(self.model, [self.batches[self.done % len(self.batches)]], optimizer)
+        train(self.model, [self.batches[self.done % len(self.batches)]])
         self.done += 1
         return self
 
