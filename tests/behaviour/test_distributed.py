@@ -106,10 +106,8 @@ def trained(rank, name):
 
 def nothing_finite_on_one_rank(rank):
     model, batches = words()
-    sparsify(model, BUDGET, steps=STEPS)
-    parallel = DistributedDataParallel(model)
-    scale = torch.inf if rank == 1 else 1.0
-    (parallel(**own_part(batches[0], rank)) * scale).backward()
+    parallel = DistributedDataParallel(sparsify(model, BUDGET, steps=STEPS))
+    (parallel(**own_part(batches[0], rank)) * (torch.inf if rank == 1 else 1.0)).backward()
     overflowed = bool(model.sparse_values.grad.isnan().any()), get_engine(model).unmasked
     model.sparse_values.grad = None
     parallel(**own_part(batches[0], rank)).backward()  # as GradScaler does after a skipped step
@@ -120,10 +118,8 @@ def no_token_on_one_rank(rank):
     """An embedding that sees only padding, and a layer that gets no row, still take part."""
     model, batches = words()
     sparsify(model, BUDGET, steps=STEPS, target_modules=["table", "wide"])
-    batch = own_part(batches[0], rank)
-    hidden = model.table(batch["x"] * (1 - rank))
-    loss = model.wide(hidden[hidden.abs().sum(-1) > 0]).sum()
-    loss.backward()
+    hidden = model.table(own_part(batches[0], rank)["x"] * (1 - rank))
+    model.wide(hidden[hidden.abs().sum(-1) > 0]).sum().backward()
     return get_engine(model).unmasked
 
 
@@ -176,12 +172,10 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected = TopK(size, torch.float32, "cpu")
+        kind, topk = DistributedSelector, TopK(size, torch.float32, "cpu")
         if runs_ahead(torch.device("cpu")):
-            topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
-            selector = ShardedSelector(topk, importance, Work(), True, Ranks(), tensors)
-        else:
-            topk = TopK(size, torch.float32, "cpu")
-            selector = DistributedSelector(topk, importance, Work(), True, Ranks(), tensors)
+            kind, topk = ShardedSelector, DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
+        selector = kind(topk, importance, Work(), True, Ranks(), tensors)
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -208,9 +202,7 @@ def message(rank, *, seed=0, strategy="id3", steps=STEPS, **options):
 
 
 def message_of_a_check(rank):
-    model, _ = mlp()
-    sparsify(model, BUDGET, "pafi")
-    check_ranks(model)
+    check_ranks(model := sparsify(mlp()[0], BUDGET, "pafi"))
     model.sparse_values.data += rank
     return error_of(check_ranks, model)
 
@@ -313,9 +305,7 @@ def test_only_steps_that_choose_by_gradients_send_anything(way):
 def test_each_rank_counts_what_it_looked_at():
     for result in two("cpu"):
         plain, with_a_screen = result["in float32"]["work"], result["screened"]["work"]
-        assert plain.dense > 0
-        assert plain.screened == plain.skipped == 0
-        assert with_a_screen.screened + with_a_screen.skipped > 0
+        assert plain.screened == plain.skipped == 0 < with_a_screen.screened + with_a_screen.skipped
         assert 0 < with_a_screen.dense < plain.dense
 
 

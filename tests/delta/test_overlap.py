@@ -47,9 +47,7 @@ def test_counts_and_cosine_are_those_of_the_dense_changes(seed, share):
 def test_without_a_base_only_places_are_compared():
     base = make_base()
     found = overlap(task(base, 1), task(base, 1))
-    assert found.jaccard == 1.0
-    assert found.cosine is None
-    assert found.opposed is None
+    assert (found.jaccard, found.cosine, found.opposed) == (1.0, None, None)
     assert str(found) == f"{found.shared} of {found.shared} entries shared (Jaccard 1.0000)"
 
 

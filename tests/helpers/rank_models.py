@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import MLP
+from models import build
 from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
@@ -49,9 +49,8 @@ def words(dtype=torch.float64, model_class=Words):
 
 
 def mlp(seed=0):
-    torch.manual_seed(seed)
-    model, draw = MLP().double(), lambda: torch.randn(BATCH, 6, dtype=torch.float64)
-    return model, [{"x": draw(), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)]
+    model, batches = build("mlp", seed, torch.float64)
+    return model, batches[:STEPS]
 
 
 def own_part(batch, rank):
