@@ -72,8 +72,7 @@ class Accelerated:
 
 def test_accelerates_loop_is_the_plain_one_and_its_way_to_save_a_model_writes_an_ordinary_one(tmp_path):
     model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
-    loop = Accelerated(copy.deepcopy(model))
+    loop = Accelerated(copy.deepcopy(sparsify(model, BUDGET, steps=STEPS)))
     loop.scheduler.scheduler.lr_lambdas[:] = [lambda step: 1.0]
     assert loop.train(STEPS) == plain_loop(model, batches[:STEPS])
     assert_same_states(model, loop.plain)
@@ -106,7 +105,6 @@ def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, trai
     losses = straight.train(half, skip=half)
     assert summary(straight.plain, verify=True).verification.ok
     assert summary(straight.plain).unmasked == BUDGET
-
     resumed = loop()
     resumed.accelerator.load_state(tmp_path)
     assert resumed.train(half, skip=half) == losses
@@ -130,13 +128,10 @@ def fit(module, batches, optimizer):
     return losses
 
 
-def lightning_module():
-    return nn.ModuleDict({"model": make_model(steps=STEPS, budget=BUDGET)})
-
-
 @pytest.mark.parametrize("kept", [nn.Module.state_dict, trained_state], ids=["whole", "trained"])
 def test_a_loop_of_closures_is_the_plain_loop_and_is_gone_on_with_from_the_modules_state(kept):
-    batches, straight, model = build("bert")[1][:STEPS], lightning_module(), make_model(steps=STEPS, budget=BUDGET)
+    batches, model = build("bert")[1][:STEPS], make_model(steps=STEPS, budget=BUDGET)
+    straight, resumed = (nn.ModuleDict({"model": copy.deepcopy(model)}) for _ in range(2))
     optimizer = make_optimizer(straight)
     torch.manual_seed(5)
     first = fit(straight, batches[:3], optimizer)
@@ -145,8 +140,6 @@ def test_a_loop_of_closures_is_the_plain_loop_and_is_gone_on_with_from_the_modul
     losses = fit(straight, batches[3:], optimizer)
     assert plain_loop(model, batches) == first + losses
     assert_same_states(model, straight["model"])
-
-    resumed = lightning_module()
     resumed.load_state_dict(state)
     optimizer = make_optimizer(resumed)
     optimizer.load_state_dict(moments)

@@ -96,10 +96,6 @@ class Parts:
         self.header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
 
 
-def some_record(rng, parts):
-    return rng.choice(list(parts.document["tensors"].items()))
-
-
 def places(value, path=()):
     """The paths of everything in a JSON value, itself apart, as deep as a reader may go (attacks nest deeper)."""
     value = value if len(path) < MAX_DEPTH else None
@@ -119,19 +115,15 @@ def holder_and_key(rng, root):
 
 def attack_bytes(rng, parts, other):
     """Flipped, cut or appended bytes, or another length of the header."""
-    data, action = parts.join(), rng.randrange(4)
-    if action == 0:
-        data = bytearray(data)
-        for _ in range(rng.choice([1, 1, 3])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        return bytes(data)
-    if action == 1:
-        return data[: rng.randrange(len(data))]
-    if action == 2:
-        return data + rng.choice([b"\0", b"\0" * 4096, other.join(), rng.randbytes(rng.randrange(1, 64))])
+    data = parts.join()
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 3])):
+        changed[rng.randrange(len(data))] = rng.randrange(256)
+    more = rng.choice([b"\0", b"\0" * 4096, other.join(), rng.randbytes(rng.randrange(1, 64))])
     size = int.from_bytes(data[:8], "little")
     near = [0, 1, 2, size - 1, size + 1, size + 8, len(data), 2**25, 2**25 + 1, 2**31, 2**63, 2**64 - 1, 2**64 - 8]
-    return struct.pack("<Q", rng.choice(near)) + data[8:]
+    resized = struct.pack("<Q", rng.choice(near)) + data[8:]
+    return rng.choice([bytes(changed), data[: rng.randrange(len(data))], data + more, resized])
 
 
 def attack_payload(rng, parts, other):
@@ -198,7 +190,7 @@ def attack_layout(rng, parts, other):
 
 def attack_indices(rng, parts, other):
     """A stream from an encoding's grammar: entries, escapes, and one thing that may be wrong."""
-    name, record = some_record(rng, parts)
+    name, record = rng.choice([*parts.document["tensors"].items()])
     numel = rng.choice([record["count"], 1000, 2**17, 2**40, 2**63 - 1])
     positions = sorted(rng.sample(range(min(numel, 2**20)), min(numel, record["count"])))
     if rng.random() < 0.4:
@@ -210,17 +202,10 @@ def attack_indices(rng, parts, other):
         escapes = min(max(gap, 0) // 65_535, 300)
         stream += [*[65_535] * escapes, gap % 65_535] if dtype == "U16" else [position]
         previous = position
-    wrong = rng.randrange(7)
-    if wrong == 0:
-        stream.append(top - 1)
-    elif wrong == 1:
-        stream.insert(0, top - 1)
-    elif wrong == 2:
-        rng.shuffle(stream)
-    elif wrong == 3:
-        stream += stream[-1:] * rng.choice([1, 65_536])
-    elif wrong == 4:
-        stream = [top - 1] * rng.choice([1000, 100_000]) + stream[-1:]
+    stream = rng.choice([
+        stream, stream, [*stream, top - 1], [top - 1, *stream], rng.sample(stream, len(stream)),
+        stream + stream[-1:] * rng.choice([1, 65_536]), [top - 1] * rng.choice([1000, 100_000]) + stream[-1:],
+    ])  # fmt: skip
     if rng.random() < 0.5:
         record["shape"] = [numel]
     numbers = [number % top for number in stream]
@@ -241,7 +226,7 @@ def attack_fields(rng, parts, other):
 
 
 def attack_values(rng, parts, other):
-    name, record = some_record(rng, parts)
+    name, record = rng.choice([*parts.document["tensors"].items()])
     dtype, fill = rng.choice(list(DTYPES)), rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
     size = DTYPES[dtype] * min(record["count"], 5000)  # which may be attacked, too
     data = rng.randbytes(size) if fill is None else (fill * size)[:size]
@@ -254,14 +239,12 @@ def attack_names(rng, parts, other):
     tensors, whole = parts.document["tensors"], parts.document["whole"]
     new = rng.choice([*NAMES, *whole, *tensors])
     if tensors and (not whole or rng.random() < 0.5):
-        old, record = some_record(rng, parts)
+        old, record = rng.choice([*tensors.items()])
         del tensors[old]
-        tensors[new] = record
-        roles = ("indices", "values")
+        tensors[new], roles = record, ("indices", "values")
     else:
-        old = whole.pop(rng.randrange(len(whole)))
+        old, roles = whole.pop(rng.randrange(len(whole))), ("whole",)
         whole.append(new)
-        roles = ("whole",)
     for role in roles:
         parts.header[f"{new}.{role}"] = parts.header.pop(f"{old}.{role}")
 
