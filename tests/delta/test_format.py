@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,3 +324,47 @@ def test_a_file_cut_short_anywhere_or_with_more_at_its_end_is_refused(path, good
             read_bytes(path, good[:length])
     with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
         read_bytes(path, good + b"\0")
+
+
+# dies at one call of a function of the os module
+DIES_AT = """
+import os, signal, sys
+from test_format import version
+delta = version(1)
+setattr(os, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+delta.save(sys.argv[1])
+"""
+
+
+def version(number):
+    return SparseDelta({}, {"w": torch.full((200_000,), float(number))}, {"version": number})
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_writer_killed_before_the_rename_leaves_the_old_file_whole(tmp_path, where):
+    version(0).save(tmp_path)
+    names = [path.name for path in tmp_path.iterdir()]
+    before = (tmp_path / delta_format.FILE_NAME).read_bytes()
+    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    writer = subprocess.run([sys.executable, "-c", DIES_AT, tmp_path, where], env=environment, timeout=120)
+    assert writer.returncode == -signal.SIGKILL
+    assert (tmp_path / delta_format.FILE_NAME).read_bytes() == before
+    (leftover,) = [path.name for path in tmp_path.iterdir() if path.name not in names]  # so it was at work
+    assert leftover.startswith(f".{delta_format.FILE_NAME}.")
+    version(2).save(tmp_path)
+    assert SparseDelta.load(tmp_path) == version(2)
+    assert len(list(tmp_path.iterdir())) == len(names) + 1
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
+    for number in (0, 1):
+        version(number).save(tmp_path / str(number))
+
+    def replace(header, parse=delta_format.parse):
+        os.replace(tmp_path / "1" / delta_format.FILE_NAME, tmp_path / "0" / delta_format.FILE_NAME)
+        return parse(header)
+
+    monkeypatch.setattr(delta_format, "parse", replace)
+    assert SparseDelta.load(tmp_path / "0") == version(0)
+    assert not (tmp_path / "1" / delta_format.FILE_NAME).exists()
