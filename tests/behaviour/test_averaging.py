@@ -28,7 +28,6 @@ def trained(update=AveragedModel.update_parameters, start=copy.deepcopy, strateg
 
 
 def check(pretrained, average, expected, batches):
-    """The average's weights, its delta on the base, and what it computes, are the average of the models' weights."""
     delta = SparseDelta.from_model(average)
     assert delta.num_entries == BUDGET
     delta.apply(pretrained)

@@ -318,8 +318,6 @@ def test_ranks_that_part_are_told_so(name, way):
 
 
 def dying(rank, seconds, way):
-    """The error where the second rank dies in its backward pass, after some seconds; and how long it took."""
-
     def die(*_):
         time.sleep(seconds)
         os._exit(0)

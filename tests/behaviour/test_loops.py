@@ -40,8 +40,6 @@ def plain_loop(model, batches):
 
 
 class Accelerated:
-    """A loop as accelerate's documentation has it, that can be saved after a step and gone on with."""
-
     def __init__(self, model, accumulation=1, **options):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)

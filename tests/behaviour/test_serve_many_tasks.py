@@ -62,7 +62,6 @@ def paths(classifier, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(classifier, paths):
-    """The scores of each task, for texts and for pairs, each from a base of its own with nothing but its delta."""
     scores = {}
     for name, path in paths.items():
         model = classifier(LABELS[name]).eval()

@@ -21,7 +21,6 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 
 @st.composite
 def arrangements(draw):
-    """A layout and the tensor that it describes, made by the same operations, and what is stored."""
     stored = {}
 
     def leaf(shape):

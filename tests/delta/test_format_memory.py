@@ -53,7 +53,6 @@ def with_config(text):
 
 
 def repeated(item, n_bytes=MEGABYTE):
-    """A JSON list of one item, of about that many bytes."""
     return "[" + ",".join([item] * (n_bytes // (len(item) + 1))) + "]"
 
 

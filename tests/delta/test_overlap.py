@@ -15,7 +15,6 @@ PROPERTY = settings(max_examples=40)
 
 
 def dense(base, delta):
-    """The change of the whole model as one vector, and where there is one."""
     before = torch.nn.utils.parameters_to_vector(base.parameters()).detach()
     with delta.applied(base):
         change = torch.nn.utils.parameters_to_vector(base.parameters()).detach() - before

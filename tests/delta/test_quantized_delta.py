@@ -19,7 +19,6 @@ ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def trained(scheme, seed=0, budget=BUDGET):
-    """A quantized base, its batches, its logits and those after training, and what training learned."""
     base, batches = quantized_build("llama", scheme)
     model = sparsify(copy.deepcopy(base), budget, steps=4, target_modules="all-linear")
     train(model, batches[4 * seed : 4 * seed + 4])

@@ -77,7 +77,6 @@ def files(folder):
 
 
 def patched(folder, patches):
-    """Puts patches into the files of a checkpoint, as plainly as it can be done."""
     patches = list(patches)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

@@ -40,8 +40,6 @@ def rehashed(data):
 
 
 def set_in(*keys, to):
-    """A change of the metadata: the value at the keys becomes ``to``."""
-
     def change(document):
         for key in keys[:-1]:
             document = document[key]

@@ -52,7 +52,6 @@ def with_recipes(delta, recipes):
 
 
 def lora_recipes(model):
-    """Recipes of a LoRA's matrices by plain name: A uniform, B zero."""
     return {
         plain_name(name): InitializerRecipe("uniform", parameter.shape[1] ** -0.5, 4)
         if "lora_A" in name

@@ -135,7 +135,6 @@ def attack_payload(rng, parts, other):
 
 
 def attack_json(rng, parts, other):
-    """Replaces, removes, renames, repeats or moves parts of the metadata or of the header."""
     parts.join()
     for _ in range(rng.choice([1, 1, 2, 3])):
         holder, key = holder_and_key(rng, rng.choice([parts.document, parts.header]))
@@ -169,7 +168,6 @@ def attack_text(rng, parts, other):
 
 
 def attack_layout(rng, parts, other):
-    """Tensors that overlap, leave gaps or lie outside the payload; a part of one file in another."""
     first, second = rng.choice(parts.keys), rng.choice(parts.keys)
     begin, end = parts.header[second]["data_offsets"]
     action = rng.randrange(4)
@@ -189,7 +187,6 @@ def attack_layout(rng, parts, other):
 
 
 def attack_indices(rng, parts, other):
-    """A stream from an encoding's grammar: entries, escapes, and one thing that may be wrong."""
     name, record = rng.choice([*parts.document["tensors"].items()])
     numel = rng.choice([record["count"], 1000, 2**17, 2**40, 2**63 - 1])
     positions = sorted(rng.sample(range(min(numel, 2**20)), min(numel, record["count"])))
@@ -235,7 +232,6 @@ def attack_values(rng, parts, other):
 
 
 def attack_names(rng, parts, other):
-    """Other names for tensors, in the metadata and in the keys; now and then one that is there already."""
     tensors, whole = parts.document["tensors"], parts.document["whole"]
     new = rng.choice([*NAMES, *whole, *tensors])
     if tensors and (not whole or rng.random() < 0.5):
@@ -261,7 +257,6 @@ def attack_dense(rng, parts, other):
 
 
 def attack_limits(rng, parts, other):
-    """Much structure in few bytes, and a config at the limits of depth, size, numbers and strings."""
     deep = rng.choice([3, "a", [], {}, None])
     for _ in range(rng.choice([60, 61, 62, 63, 64, 200, 900])):
         deep = [deep] if rng.random() < 0.5 else {"a": deep}

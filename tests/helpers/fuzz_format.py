@@ -100,7 +100,6 @@ TARGETS = QUICK | SLOW
 
 
 def valid_files(folder):
-    """Deltas of the base: of entries and a head, of differences, in bfloat16, of LoRAs, and of adapters."""
     base, tuned = make_base(), make_base()
     generator = torch.Generator().manual_seed(1)
     for parameter in tuned.bert.encoder.layer[0].parameters():

@@ -69,7 +69,6 @@ def resealed(data):
 
 
 def damaged(rng, parts, other):
-    """What transports do: bits that flip, ends and middles lost, blocks of zeros, twice, or of another message."""
     data, other = parts.data, other.data
     begin, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     action = rng.randrange(7)
@@ -83,7 +82,6 @@ def damaged(rng, parts, other):
 
 
 def attack_stream(rng, parts, other):
-    """Other values in the fields that only a stream has, or other tensors of known values and places."""
     stream = parts.document["config"]["stream"]
     keys = [key for key in parts.keys if key.endswith((".known", ".places"))]
     action = rng.randrange(3)

@@ -31,7 +31,6 @@ class Repo:
         self.commit("main", {}, "initial commit")
 
     def commit(self, branch, files, message):
-        """A commit of files in addition to those already there; its id."""
         tree = {**self.files(branch), **files}
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = tree, oid

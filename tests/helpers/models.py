@@ -67,7 +67,6 @@ def loss_of(model, batch):
 
 
 def train(model, batches, lr=0.01, optimizer=None):
-    """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
     run_steps(model, batches, optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr))
     return model
 

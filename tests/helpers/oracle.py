@@ -50,7 +50,6 @@ class DenseOracle:
         self.step_number = 0
 
     def step(self, loss):
-        """One optimizer step from the loss of one batch."""
         self.optimizer.zero_grad()
         loss.backward()
         if self.repeat:

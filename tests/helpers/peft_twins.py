@@ -16,8 +16,6 @@ LLAMA = ["q_proj", "v_proj", "down_proj"]
 
 
 class Attention(nn.Module):
-    """PyTorch's own attention, whose projections are read and never called."""
-
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(6, 8)
@@ -134,7 +132,6 @@ class AdapterTwins(Twins):
         self.batches = batches
 
     def do(self, action):
-        """Does the same to both, and returns the results."""
         return [action(model) for model in (self.dense, self.sparse)]
 
     def train(self, steps=2):

@@ -164,7 +164,6 @@ class Run:
         self.dense.selected = False
 
     def copy(self, how):
-        """A copy goes on; what becomes of the original does not matter to it."""
         original = self.sparse
         self.go_on_with(copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original)))
         loss = original(*self.batches[0])
@@ -180,7 +179,6 @@ class Run:
         self.compare_weights()
 
     def export(self):
-        """The delta turns the pretrained model into the trained one, bit by bit, and so does desparsify()."""
         delta = SparseDelta.from_model(self.sparse)
         base = self.program.model()
         delta.apply(base)
@@ -234,7 +232,6 @@ class Run:
 
     @torch.no_grad()
     def compare_weights(self):
-        """The trained entries are the oracle's, and the steps as many."""
         engine, dense = get_engine(self.sparse), self.dense
         assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
         values = self.flat(engine.values.detach())

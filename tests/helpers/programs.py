@@ -125,8 +125,6 @@ HEADS = ("own", "tied", "read", "tied and read")
 
 
 class Network(nn.Module):
-    """Predicts tokens: a table, residual parts, a head; it has parameters of its own, one of them a number."""
-
     def __init__(self, parts, checkpointed, head, padding):
         super().__init__()
         self.checkpointed, self.reads_table = checkpointed, "read" in head

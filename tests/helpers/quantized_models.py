@@ -49,7 +49,6 @@ def quantized_build(name, scheme, **options):
 
 
 def dequantized(model):
-    """A copy in which every quantized layer is an ordinary linear layer with the values that it stands for."""
     from sparsify.common.quantized import is_quantized, quantized_weight
 
     twin = copy.deepcopy(model)

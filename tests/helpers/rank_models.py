@@ -20,8 +20,6 @@ WAYS = ["cpu", "device"]  # in which ranks select
 
 
 class Words(nn.Module):
-    """Tokens to tokens, with a tied output layer, a norm and a layer that is used twice."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)

@@ -14,8 +14,6 @@ from sparsify.masked.tensor import ModelTensor
 
 
 class Recorder(Collector):
-    """Collects every gradient; ``gradients`` has those of each parameter, in order of arrival."""
-
     recompute = staticmethod(recomputable)
 
     def __init__(self, sizes):
@@ -67,14 +65,12 @@ def unmask(tensor, indices, base):
 
 
 def sparsify_fully(model, steps=1):
-    """Sparsifies a model so that ``steps`` steps unmask every entry with a gradient."""
     budget = sum(parameter.numel() for parameter in set(model.parameters()) if parameter.requires_grad)
     padding = sum(model.get_parameter(name).shape[-1] for name in padding_rows(model))
     return sparsify(model, budget - padding, Strategy(D3(exp=0), Increment()), steps=steps)
 
 
 def model_gradients(model):
-    """The gradient of each tensor of a sparsified model after a backward, dense and by name."""
     gradients = {}
     for tensor in get_engine(model).tensors:
         gradient = torch.zeros(tensor.parameter.numel(), dtype=model.sparse_values.dtype)

@@ -27,7 +27,6 @@ class Run:
         return self
 
     def updates(self, number):
-        """Makes steps, and the bytes of an update after each."""
         return [bytes(self.step().publisher.update()) for _ in range(number)]
 
     def snapshot(self):
@@ -39,7 +38,6 @@ class Run:
         return follower
 
     def expected(self, base=None):
-        """The bits of a base with the delta that the model would be saved as now."""
         return bits(SparseDelta.from_model(self.model).apply(copy.deepcopy(base or self.base)))
 
 

@@ -91,7 +91,6 @@ class Place:
 
     @contextlib.contextmanager
     def current(self):
-        """The run's own streams, after the default ones."""
         with contextlib.ExitStack() as stack:
             for device in self.devices if self.side else ():
                 stream(device, "side").wait_stream(torch.accelerator.current_stream(device))
@@ -182,7 +181,6 @@ def resumed(model, optimizer, case, place):
 
 
 def train(model, batches, case, place, counted):
-    """Losses, the unmasked sets, the model, which may be another one now, and what was counted in each step."""
     optimizer, losses, steps = optimizer_of(model), [], [counted() for _ in range(STEPS)]
     if case.everything:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -218,7 +216,6 @@ def train(model, batches, case, place, counted):
 
 
 def is_restored(model, case, place):
-    """Whether a new model has the trained one's weights by its file, and its own again afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         SparseDelta.from_model(model).save(folder)
         delta = SparseDelta.load(folder)

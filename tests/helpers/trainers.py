@@ -28,7 +28,6 @@ def rows_of(name="bert"):
 
 
 def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, None), **arguments):
-    """A Trainer of eight steps that shuffles its data and writes a checkpoint every two."""
     chosen = {
         "per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 3,
         "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
@@ -46,7 +45,6 @@ def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, Non
 
 
 def outcome(trainer):
-    """The log of each step, the unmasked entries, the weights and the moments, which two equal runs share."""
     model = trainer.model
     logs = {log["step"]: [log.get(key) for key in NUMBERS] for log in trainer.state.log_history if "loss" in log}
     moments = trainer.optimizer.state_dict()["state"]

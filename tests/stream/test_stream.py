@@ -235,7 +235,6 @@ def test_another_base_is_refused():
 
 
 def disturb(follower, run, slot=0):
-    """Something else than the stream changes the entry of a slot; returns its tensor's name."""
     tensor = next(tensor for tensor in get_engine(run.model).tensors if slot in tensor.slots)
     follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == slot]] += 1
     return tensor.name
