@@ -84,16 +84,6 @@ def start(folder, doom=None):
     return process
 
 
-def kill_once(folder, seconds, draw, *, writing):
-    """Starts or resumes a run and kills it; returns whether it was alive until then."""
-    process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if writing else None)
-    if not writing:
-        process.join(draw.uniform(0, seconds))
-        process.kill()
-    process.join(SECONDS)
-    return process.exitcode == -signal.SIGKILL
-
-
 def finish(folder, expected):
     """Resumes a run until its end, which has to be the expected one."""
     complete = [path for path in folder.glob("checkpoint-*") if problem_with(path) is None]
@@ -118,8 +108,15 @@ def test_runs_that_are_killed_and_resumed_are_the_uninterrupted_one(kills, tmp_p
     while (done := counts.total()) < kills:
         folder = tmp_path / f"run-{done}"
         for _ in range(draw.randint(1, 3)):
+            if counts.total() == kills:
+                break
             kind = ("any time", "writing")[counts.total() % 2]
-            if counts.total() == kills or not kill_once(folder, seconds, draw, writing=kind == "writing"):
+            process = start(folder, (draw.randrange(STEPS), draw.randrange(MOST_WRITES)) if kind == "writing" else None)
+            if kind == "any time":
+                process.join(draw.uniform(0, seconds))
+                process.kill()
+            process.join(SECONDS)
+            if process.exitcode != -signal.SIGKILL:
                 break  # it was faster
             counts[kind] += 1
         if not (folder / RESULT).exists():

@@ -94,16 +94,10 @@ def test_the_limits_are_those_of_the_code():
     assert f"more than {MAX_DEPTH} deep in each other" in FLAT
 
 
-def test_the_reader_takes_the_example(reader):
-    entries, whole, config = reader["read_delta"](golden())
-    assert {name: part[:2] for name, part in entries.items()} == {
-        "w": ([2, 65_538, 65_539], [1.0, -2.0, 0.5]),
-        "b": ([1], [0.5]),
-    }
-    assert reader["fits_base"](entries["w"][2], bytes.fromhex("0000803e") * 3)
-    assert not reader["fits_base"](entries["w"][2], bytes.fromhex("0000803f") * 3)
-    assert whole == {"n": ("I64", [], bytes([7, 0, 0, 0, 0, 0, 0, 0]))}
-    assert config == {"strategy": "id3"}
+def test_the_reader_checks_the_examples_base(reader):
+    _, _, record = reader["read_delta"](golden())[0]["w"]
+    assert reader["fits_base"](record, bytes.fromhex("0000803e") * 3)
+    assert not reader["fits_base"](record, bytes.fromhex("0000803f") * 3)
 
 
 GAPS = {  # by the encoding that is smallest

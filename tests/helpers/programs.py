@@ -49,9 +49,6 @@ class Norms(nn.Module):
 
 
 class Convolution(nn.Conv1d):
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH, 3, padding=1, groups=2)
-
     def forward(self, x):
         return torch.tanh(super().forward(x.transpose(1, 2))).transpose(1, 2)
 
@@ -107,9 +104,6 @@ class Mixed(nn.Bilinear):
 
 
 class Attention(nn.MultiheadAttention):
-    def __init__(self):
-        super().__init__(WIDTH, 2, batch_first=True)
-
     def forward(self, x):
         return super().forward(x, x, x, need_weights=False)[0]
 
@@ -117,8 +111,10 @@ class Attention(nn.MultiheadAttention):
 PARTS = {
     "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH, bias=False)),
     "transposed": lambda: nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()),
-    "twice": Twice, "tied": tied, "read": Read, "norms": Norms, "convolution": Convolution, "stacked": Stacked,
-    "experts": Experts, "listed": Listed, "mixed": Mixed, "attention": Attention,
+    "twice": Twice, "tied": tied, "read": Read, "norms": Norms,
+    "convolution": lambda: Convolution(WIDTH, WIDTH, 3, padding=1, groups=2), "stacked": Stacked,
+    "experts": Experts, "listed": Listed, "mixed": Mixed,
+    "attention": lambda: Attention(WIDTH, 2, batch_first=True),
     "shared": None,  # the part before it, again
 }  # fmt: skip
 HEADS = ("own", "tied", "read", "tied and read")

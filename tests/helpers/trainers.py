@@ -34,14 +34,9 @@ def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, Non
         **arguments,
     }  # fmt: skip
     rows = rows_of() if rows is None else rows
-    return Trainer(
-        model,
-        TrainingArguments(str(folder), **chosen),
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-        callbacks=[SparsifyCallback()] if callbacks is None else callbacks,
-        optimizers=optimizers,
-    )
+    options = {"train_dataset": rows, "eval_dataset": rows[:8], "optimizers": optimizers}
+    options["callbacks"] = [SparsifyCallback()] if callbacks is None else callbacks
+    return Trainer(model, TrainingArguments(str(folder), **chosen), **options)
 
 
 def outcome(trainer):
