@@ -156,5 +156,3 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto_map}))
     (tmp_path / "mine.py").write_text("raise SystemExit('this was run')")
     assert "b.weight" not in Checkpoint(tmp_path)
-
-

@@ -47,16 +47,9 @@ def make_cases():
             run.step()
         update = bytes(run.publisher.update())
         for message in (update, run.snapshot()):
-            follower, after = brought(run, history), brought(run, [*history, message])
+            follower, after = run.follower(*history), run.follower(*history, message)
             cases.append(Case(message, follower, bits(follower.model), bits(after.model)))
     return cases
-
-
-def brought(run, messages):
-    follower = DeltaSubscriber(copy.deepcopy(run.base))
-    for message in messages:
-        follower.apply(message)
-    return follower
 
 
 def resealed(data):

@@ -32,9 +32,11 @@ class Run:
     def snapshot(self):
         return bytes(self.publisher.snapshot())
 
-    def follower(self):
+    def follower(self, *messages):
+        """A subscriber that has taken messages, or a snapshot."""
         follower = DeltaSubscriber(copy.deepcopy(self.base))
-        follower.apply(self.snapshot())
+        for message in messages or [self.snapshot()]:
+            follower.apply(message)
         return follower
 
     def expected(self, base=None):
