@@ -125,11 +125,8 @@ def test_importing_sparsify_is_lean_and_silent():
     assert run.stderr == ""
 
 
-def test_type_checkers_are_told_that_the_package_has_types():
+def test_every_file_says_what_it_is_and_type_checkers_are_told_that_there_are_types():
     assert (PACKAGE / "py.typed").exists()
     assert '"py.typed"' in (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"), "it belongs into the wheel"
-
-
-def test_every_file_says_what_it_is():
     for path in FILES:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path

@@ -127,11 +127,7 @@ def test_each_step_trains_the_budget_and_touched_entries_add_up():
     assert SMALL == touched[0] < touched[-1] <= 6 * SMALL
     assert summary(model).updates == summary(model).static_updates == 6 * SMALL
     assert "touched" in str(summary(model))
-
-
-def test_where_the_room_ends_a_step_goes_without_new_entries():
-    model, batches = build("mlp")
-    sparsify(model, SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))
-    train(model, batches)
+    model = sparsify(build("mlp")[0], SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))
+    train(model, batches)  # where the room ends a step goes without new entries
     assert summary(model).unmasked == SMALL + 2
     assert 0 < get_engine(model).trained <= SMALL

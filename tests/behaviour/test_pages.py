@@ -202,16 +202,13 @@ def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
             desparsify(names["model"])
 
 
-def test_the_readme_is_short_and_its_two_commands_are_what_ci_runs():
+def test_the_readme_is_short_its_commands_are_what_ci_runs_and_every_package_is_on_the_map():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 200
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for extra in ("demo", "test"):
         assert f"pip install -c constraints.txt -e '.[{extra}]' && " in readme
         assert f"-e '.[{extra}]'" in ci
-
-
-def test_every_package_is_on_the_map():
     text = (ROOT / "tutorials" / "how_it_works.md").read_text(encoding="utf-8")
     for path in (ROOT / "sparsify").glob("*/__init__.py"):
         assert f"{path.parent.name}/" in text, f"{path.parent.name} is missing from the map"

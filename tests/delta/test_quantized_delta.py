@@ -130,16 +130,11 @@ def test_a_quantized_delta_is_copied_with_the_model_and_lets_gradients_through()
     torch.testing.assert_close(*losses, **ROUNDING)
 
 
-def test_a_base_with_a_delta_on_it_is_not_sparsified():
+def test_a_base_with_a_delta_on_it_is_not_sparsified_and_it_comes_off_after_bitsandbytes_has_repacked_the_base():
     base, _, delta, _ = trained("nf4")
     delta.apply(base)
     with pytest.raises(SparsifyError, match=r"has a delta applied to it; revert it before sparsify\(\)"):
         sparsify(base, 5, steps=1, target_modules="all-linear")
-
-
-def test_it_comes_off_after_bitsandbytes_has_repacked_the_base_for_evaluation():
-    base, _, delta, _ = trained("nf4")
-    delta.apply(base)
     for module in base.modules():
         if is_quantized(module._parameters.get("weight")):
             module.weight.quant_state.packing_format_for_cpu = True

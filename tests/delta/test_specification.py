@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from delta_bytes import split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,29 +76,22 @@ def test_the_same_delta_in_a_file_of_version_1_is_still_read(reader):
     assert reader["read_delta"](file.read_bytes())[0].keys() == {"w", "b"}
 
 
-def test_the_reader_notices_a_changed_bit_in_the_payload(reader):
+def test_the_reader_notices_a_changed_bit_in_the_payload_and_another_base(reader):
+    _, _, record = reader["read_delta"](golden())[0]["w"]
+    assert reader["fits_base"](record, bytes.fromhex("0000803e") * 3)
+    assert not reader["fits_base"](record, bytes.fromhex("0000803f") * 3)
     data = bytearray(golden())
     data[8 + int.from_bytes(data[:8], "little") + 8] ^= 1  # the first bit of w's first value
     with pytest.raises(AssertionError):
         reader["read_delta"](bytes(data))
 
 
-def test_the_metadata_is_the_one_that_is_shown():
-    data = golden()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+def test_the_metadata_is_the_one_that_is_shown_and_the_limits_are_those_of_the_code():
+    header, _ = split(golden())
     assert json.loads(header["__metadata__"]["sparse_delta"]) == json.loads(block("json"))
-
-
-def test_the_limits_are_those_of_the_code():
     for number in (MAX_HEADER_BYTES, MAX_NAME_CHARACTERS):
         assert f"{number:,} " in SPECIFICATION
     assert f"more than {MAX_DEPTH} deep in each other" in FLAT
-
-
-def test_the_reader_checks_the_examples_base(reader):
-    _, _, record = reader["read_delta"](golden())[0]["w"]
-    assert reader["fits_base"](record, bytes.fromhex("0000803e") * 3)
-    assert not reader["fits_base"](record, bytes.fromhex("0000803f") * 3)
 
 
 GAPS = {  # by the encoding that is smallest
