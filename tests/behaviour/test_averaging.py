@@ -71,16 +71,13 @@ def test_an_exponential_average_is_one(by):
     check(pretrained, average, ema_of(seen[by == "torch" :]), batches)
 
 
-def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
+def test_an_average_without_the_buffers_is_refused_as_a_delta_and_one_of_the_indices_at_once():
     pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False))
     loss = loss_of(average, batches[-1])
     pretrained.load_state_dict(ema_of(seen), strict=False)
     torch.testing.assert_close(loss, loss_of(pretrained, batches[-1]))
     with pytest.raises(SparsifyError, match=r"buffers were not.*own\.copy_\(other\)"):
         SparseDelta.from_model(average)
-
-
-def test_an_average_of_the_index_buffers_is_refused():
     _, average, _, batches = trained(start=functools.partial(AveragedModel, use_buffers=True))
     with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
         loss_of(average, batches[0])

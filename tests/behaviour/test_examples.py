@@ -61,15 +61,12 @@ def check_delta(folder):
     assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
 
 
-def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
+def test_it_trains_on_json_lines_and_saves_the_delta_and_steps_stop_it_early(main, files, tmp_path, capsys):
     result = main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
     assert result == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["strategy"], result["entries"], len(result["epochs"])) == ("id3", 200, 2)
     assert 0 <= result["accuracy"] <= 1
     check_delta(tmp_path / "delta")
-
-
-def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path):
     options = ["--steps", "1", "--rows", "8", "--modules-to-save", "--budget", "0.0001", "--lr-schedule", "constant"]
     result = main([*files, *options, "--out", str(tmp_path / "delta")])
     assert result["entries"] == 2_256  # of 22,565,762

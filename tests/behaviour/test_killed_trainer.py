@@ -85,7 +85,6 @@ def start(folder, doom=None):
 
 
 def finish(folder, expected):
-    """Resumes a run until its end, which has to be the expected one."""
     complete = [path for path in folder.glob("checkpoint-*") if problem_with(path) is None]
     last = max((int(path.name.rpartition("-")[2]) for path in complete), default=0)
     process = start(folder)

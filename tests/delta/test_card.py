@@ -102,8 +102,7 @@ def test_names_are_text_and_nothing_else(name):
     hostile = ModelCard(make_card({name: entries(1)}, {f"{name}.bias": torch.zeros(1)}, config))
     assert set(hostile.data.to_dict()) == set(plain.data.to_dict())
     assert len(hostile.text.splitlines()) == len(plain.text.splitlines())
-    for mark in ("<script", "](https://evil", "![", "**bold**", "\n# Owned"):
-        assert mark not in hostile.text
+    assert not any(mark in hostile.text for mark in ("<script", "](https://evil", "![", "**bold**", "\n# Owned"))
     assert hostile.text.count("<!--") == 2
 
 

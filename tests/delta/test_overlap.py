@@ -36,11 +36,8 @@ def test_counts_and_cosine_are_those_of_the_dense_changes(seed, share):
     assert found.union == int((in_a | in_b).sum())
     assert found.jaccard == pytest.approx(found.shared / found.union)
     assert found.opposed == int((left * right < 0)[both].sum())
-    if found.shared:
-        expected = torch.nn.functional.cosine_similarity(left[both], right[both], dim=0)
-        assert found.cosine == pytest.approx(float(expected))
-    else:
-        assert math.isnan(found.cosine)
+    expected = torch.nn.functional.cosine_similarity(left[both], right[both], dim=0) if found.shared else math.nan
+    assert found.cosine == pytest.approx(float(expected), nan_ok=True)
 
 
 def test_without_a_base_only_places_are_compared():

@@ -67,17 +67,15 @@ def test_a_broken_index_is_an_error(tmp_path, text, message):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"])
-def test_a_file_of_something_else_is_an_error(tmp_path, data):
-    (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(SparsifyError, match="is no safetensors file"):
-        Checkpoint(tmp_path)
-
-
-def test_a_tensor_in_two_shards_is_an_error(tmp_path):
-    for name in ("1.safetensors", "2.safetensors"):
-        save_file({"a": torch.ones(1)}, tmp_path / name)
+def test_files_of_something_else_and_a_tensor_in_two_shards_are_errors(tmp_path):
+    for data in (b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(SparsifyError, match="is no safetensors file"):
+            Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in index["weight_map"].values():
+        save_file({"a": torch.ones(1)}, tmp_path / name)
     with pytest.raises(SparsifyError, match=r"`a` is both in `1.safetensors` and in `2.safetensors`"):
         Checkpoint(tmp_path)

@@ -15,8 +15,6 @@ METHODS = ("tolist", "cpu", "numpy")
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts the waits of a ``with`` block in ``counts``, by the name of the call."""
-
     def __init__(self):
         super().__init__()
         self.counts = Counter()

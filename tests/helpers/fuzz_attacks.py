@@ -1,8 +1,7 @@
 """Delta files built to attack: a valid file is taken apart, changed, and put together with a payload hash that fits.
 
-Some attacks know nothing of the format and damage bytes or JSON; others use its grammar, and change keys, encodings,
-counts, shapes, names, recipes or config to values that are legal, nearly legal or absurd, in a file that is otherwise
-valid, so that they get past the first checks. ``fuzz_format.py`` sends them through the library.
+Some attacks damage bytes or JSON; others use the format's grammar, and change it to values that are legal, nearly legal
+or absurd, in a file that is otherwise valid, so that they get past the first checks.
 """
 
 import contextlib

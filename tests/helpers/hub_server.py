@@ -45,8 +45,6 @@ class Repo:
 
 
 class RefusalError(Exception):
-    """An answer that is an error, with the hub's code for it."""
-
     def __init__(self, status, code=None, **headers):
         self.status, self.headers = status, headers
         if code:

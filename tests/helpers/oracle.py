@@ -52,13 +52,12 @@ class DenseOracle:
     def step(self, loss):
         self.optimizer.zero_grad()
         loss.backward()
+        is_due = self.step_number % self.schedule.get("every", 1) == 0
         if self.repeat:
             for mask in self.masks.values():
                 mask.fill_(False)
             self.unmask(self.budget)
-        elif (
-            not self.static and self.step_number < self.steps and self.step_number % self.schedule.get("every", 1) == 0
-        ):
+        elif not self.static and self.step_number < self.steps and is_due:
             self.unmask(cumulative_target(self.step_number, self.steps, self.budget, **self.schedule))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:

@@ -29,8 +29,6 @@ class Attention(nn.Module):
 
 
 class Shapes(nn.Module):
-    """The layers that no small language model has: convolutions of every kind, GPT-2's linear layer, a norm."""
-
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(12, 6, padding_idx=0)

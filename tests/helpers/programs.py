@@ -32,8 +32,6 @@ def tied():
 
 
 class Read(Twice):
-    """A layer whose weight is read past it, and which is called too."""
-
     def forward(self, x):
         return self.layer(torch.tanh(F.linear(x, self.layer.weight.t())))
 
@@ -54,8 +52,6 @@ class Convolution(nn.Conv1d):
 
 
 class Stacked(nn.Module):
-    """Experts in one tensor; a token goes to one of them, some perhaps to none."""
-
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
@@ -67,8 +63,6 @@ class Stacked(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts in modules of their own, called with the tokens that are theirs, perhaps none."""
-
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)

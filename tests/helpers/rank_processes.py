@@ -1,7 +1,7 @@
 """Several gloo processes on the CPU, each of which runs the same function.
 
-``torch.distributed.nn.functional``, which keeps the default group that there is when DDP imports it, is imported before
-there is one: otherwise gloo's threads outlive ``destroy_process_group``, and may abort the process at its end.
+``torch.distributed.nn.functional`` keeps the default group that there is when it is imported, here none: otherwise
+gloo's threads outlive ``destroy_process_group``, and may abort the process at its end.
 """
 
 import os

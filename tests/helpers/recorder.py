@@ -36,8 +36,7 @@ class Recorder(Collector):
     def dense(self, tensor):
         total = torch.zeros_like(tensor.matrix)
         for gradient in [gradient.dense() for gradient in self.gradients[tensor.name]]:
-            rows = slice(None) if gradient.rows is None else gradient.rows
-            total[rows] += gradient.values.to(total.dtype)
+            total[slice(None) if gradient.rows is None else gradient.rows] += gradient.values.to(total.dtype)
         return total.view(tensor.parameter.shape)
 
 

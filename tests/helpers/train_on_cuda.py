@@ -4,7 +4,6 @@
     python tests/helpers/train_on_cuda.py real
 
 Simulated devices need a process of their own: the folder's ``fake_cuda.py`` takes the place of torch's CUDA for good.
-On real ones races and waits are not counted, and matrix products are in full float32, which is torch's default.
 """
 
 import contextlib
@@ -250,8 +249,6 @@ def two_ranks(mocked):
 
 
 class NotCounted(contextlib.nullcontext):
-    """In place of ``fake_cuda.Counted``: real devices tell neither races nor waits."""
-
     races, waits = Counter(), Counter()
 
 
