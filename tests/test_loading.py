@@ -21,7 +21,6 @@ LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
 
 def trained(model, batches):
-    """A delta of a model that was trained for two steps, and the logits of the trained model."""
     new_head = ["classifier"] if hasattr(model, "classifier") else None
     train(sparsify(model, 40, steps=2, modules_to_save=new_head), batches[:2])
     delta = SparseDelta.from_model(model)
@@ -37,7 +36,6 @@ def logits(model, batches):
 
 @pytest.fixture
 def pretrained(tmp_path):
-    """A base as it is published, without the head that will be trained; and batches for it."""
     model, batches = build("bert")
     BertForMaskedLM(model.config).save_pretrained(tmp_path / "other")
     model.bert.save_pretrained(tmp_path / "base")
@@ -63,11 +61,9 @@ def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
     assert model.config.id2label == LABELS
     assert model.config.label2id == {"no": 0, "maybe": 1, "yes": 2, "so-so": 3}
     assert delta.config["base_dtypes"] == ["float32"]
-    assert delta.config["model_config"] == {
-        "num_labels": 4,
-        "id2label": {"0": "no", "1": "maybe", "2": "yes", "3": "so-so"},
-        "problem_type": "single_label_classification",
-    }
+    labels = {str(number): label for number, label in LABELS.items()}
+    head = {"num_labels": 4, "id2label": labels, "problem_type": "single_label_classification"}
+    assert delta.config["model_config"] == head
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -126,15 +122,11 @@ def test_the_plain_model_is_found_within_wrappers(wrap):
     assert plain_model(model) is model
 
 
-def test_a_wrong_base_is_refused(classifier, tmp_path):
-    _, delta, *_ = classifier
+def test_a_wrong_base_and_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classifier, tmp_path):
+    _, delta, *_ = classifier  # trained with the base's pooler, which a masked language model lacks
     build("bert", seed=5)[0].bert.save_pretrained(tmp_path / "wrong")
     with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
         load_model(tmp_path / "wrong", delta)
-
-
-def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classifier, tmp_path):
-    _, delta, *_ = classifier  # trained with the base's pooler, which a masked language model lacks
     with pytest.raises(BaseMismatchError, match=r"tensor `bert.pooler.dense.bias` \(2 in all\) is neither in the base"):
         load_model(tmp_path / "other", delta)
     delta.whole.pop("classifier.bias")
@@ -142,25 +134,21 @@ def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classif
         load_model(None, delta)
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        *(
-            ({"architecture": name}, r"which is no model class of transformers: pass `model_class=...`")
-            for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"])
-        ),
-        ({"architecture": None}, r"does not record which class it was trained in: pass `model_class=...`"),
-        ({"base_model_name_or_path": None}, r"does not record its base.*pass the base's id on the hub or its folder"),
-        *(
-            ({"base_model_name_or_path": base}, rf"the base `{base}` cannot be loaded \(.*pass its id on the hub")
-            for base in ("nowhere/at-all", "/no/such/folder")
-        ),
-    ],
-    ids=str,
-)
-def test_a_record_of_no_class_or_base_is_refused(classifier, changes, match):
+BASE = "base_model_name_or_path"
+RECORDS = [
+    ("architecture", None, r"does not record which class it was trained in: pass `model_class=...`"),
+    (BASE, None, r"does not record its base.*pass the base's id on the hub or its folder"),
+    (BASE, "nowhere/at-all", r"the base `nowhere/at-all` cannot be loaded \(.*pass its id on the hub"),
+    (BASE, "/no/such/folder", r"the base `/no/such/folder` cannot be loaded \(.*pass its id on the hub"),
+]
+for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"]):
+    RECORDS.append(("architecture", name, r"which is no model class of transformers: pass `model_class=...`"))
+
+
+@pytest.mark.parametrize(("key", "value", "match"), RECORDS, ids=str)
+def test_a_record_of_no_class_or_base_is_refused(classifier, key, value, match):
     _, delta, *_ = classifier
-    delta.config |= changes
+    delta.config[key] = value
     with pytest.raises(SparsifyError, match=match):
         load_model(None, delta)
 
@@ -186,7 +174,6 @@ def test_a_class_of_another_family_is_refused_before_it_is_built(classifier):
 
 
 def rewrite(base, change):
-    """Changes the ``config.json`` of a base."""
     config = json.loads((base / "config.json").read_text())
     change(config)
     (base / "config.json").write_text(json.dumps(config))

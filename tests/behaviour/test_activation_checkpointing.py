@@ -29,7 +29,6 @@ def selective(model):
 
 
 def compare(name, prepare, wrap=lambda model: model):
-    """Trains a checkpointed sparsified copy beside the dense oracle, which is not checkpointed."""
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, steps=STEPS)
     prepare(sparse)
@@ -39,8 +38,6 @@ def compare(name, prepare, wrap=lambda model: model):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
 @pytest.mark.parametrize("prepare", [by_default, non_reentrant, selective], ids=lambda f: f.__name__)
 def test_a_checkpointed_model_is_the_oracle(name, prepare):
-    if name == "gpt2" and prepare is selective:
-        pytest.skip("keeps what the others keep")
     compare(name, prepare)
 
 
@@ -51,17 +48,16 @@ def test_a_checkpointed_model_that_is_compiled_is_the_oracle(prepare):
     torch._dynamo.reset()
 
 
-def kept_on_the_cpu(model):
-    def run(**batch):
-        with torch.autograd.graph.save_on_cpu():
-            return model(**batch)
-
-    return run
-
-
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
-    compare(name, lambda model: None, kept_on_the_cpu)
+    def kept(model):
+        def run(**batch):
+            with torch.autograd.graph.save_on_cpu():
+                return model(**batch)
+
+        return run
+
+    compare(name, lambda model: None, kept)
 
 
 def test_reentrant_checkpointing_is_refused_before_anything_has_changed_and_blocks_are_computed_again_once():

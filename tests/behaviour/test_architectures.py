@@ -1,7 +1,4 @@
-"""Architectures that people fine-tune: trained as the dense oracle trains them, saved, and put on a fresh base.
-
-In float64 the unmasked sets are the oracle's to the last entry, and a gradient that the library did not see would show.
-"""
+"""Architectures that people fine-tune: trained as the dense oracle trains them, saved, and put on a fresh base."""
 
 import copy
 import re
@@ -31,7 +28,6 @@ every_architecture = pytest.mark.parametrize("name", NAMES)
 
 @torch.no_grad()
 def outputs(model, batch):
-    """Every tensor that the model returns in evaluation."""
     return [value for value in model.eval()(**batch).values() if isinstance(value, torch.Tensor)]
 
 

@@ -28,7 +28,6 @@ def trained(update=AveragedModel.update_parameters, start=copy.deepcopy, strateg
 
 
 def check(pretrained, average, expected, batches):
-    """The average's weights, its delta on the base, and what it computes, are the average of the models' weights."""
     delta = SparseDelta.from_model(average)
     assert delta.num_entries == BUDGET
     delta.apply(pretrained)
@@ -53,12 +52,6 @@ def ema_of(seen):
     return expected
 
 
-def test_torchs_exponential_average_is_one():
-    start = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    pretrained, average, (_, *seen), batches = trained(start=start)
-    check(pretrained, average, ema_of(seen), batches)
-
-
 @torch.no_grad()
 def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
     pairs = zip(average.parameters(), model.parameters(), strict=True)
@@ -69,22 +62,22 @@ def average_by_hand(average, model, *, delta_alone=False, copy_buffers=True):
             buffer.copy_(of_model)
 
 
-@pytest.mark.parametrize("delta_alone", [False, True])
-def test_an_average_of_ones_own_that_copies_the_buffers_is_one(delta_alone):
-    pretrained, average, seen, batches = trained(functools.partial(average_by_hand, delta_alone=delta_alone))
-    check(pretrained, average, ema_of(seen), batches)
+@pytest.mark.parametrize("by", ["torch", "hand", "hand, the delta alone"])
+def test_an_exponential_average_is_one(by):
+    options = {"update": functools.partial(average_by_hand, delta_alone="alone" in by)}
+    if by == "torch":
+        options = {"start": functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(DECAY))}
+    pretrained, average, seen, batches = trained(**options)
+    check(pretrained, average, ema_of(seen[by == "torch" :]), batches)
 
 
-def test_an_average_without_the_buffers_computes_rightly_and_is_refused_as_a_delta():
+def test_an_average_without_the_buffers_is_refused_as_a_delta_and_one_of_the_indices_at_once():
     pretrained, average, seen, batches = trained(functools.partial(average_by_hand, copy_buffers=False))
     loss = loss_of(average, batches[-1])
     pretrained.load_state_dict(ema_of(seen), strict=False)
     torch.testing.assert_close(loss, loss_of(pretrained, batches[-1]))
     with pytest.raises(SparsifyError, match=r"buffers were not.*own\.copy_\(other\)"):
         SparseDelta.from_model(average)
-
-
-def test_an_average_of_the_index_buffers_is_refused():
     _, average, _, batches = trained(start=functools.partial(AveragedModel, use_buffers=True))
     with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
         loss_of(average, batches[0])

@@ -4,9 +4,8 @@ Simulated devices are those of ``fake_cuda.py``, in the folder that SPARSIFY_FAK
 ``../shared/fake_cuda``. It counts a race where a stream reads what another wrote and was not waited for; full
 fine-tuning is the control. Its numbers are the CPU's.
 
-``pytest -m gpu`` runs the same on a real device, which sums in another order: scores and losses differ in their last
-bits, and near a cut that may decide for another entry. Two runs may differ in the same way, since attention's backward
-and the sums of embedding rows have no fixed order there. Kernels of the library have one (``tests/kernels``).
+``pytest -m gpu`` runs the same on a real device, which sums in another order, as do two runs there: scores and losses
+differ in their last bits, and near a cut that may decide for another entry.
 """
 
 import json
@@ -31,7 +30,6 @@ MOST_WAITS = {"everything": 3, "float16": 2, "magnitude": 3, "d3-repeat": 6, "sn
 
 
 def missing():
-    """Names the first missing requirement of the fake devices; empty if there is none."""
     if not (FOLDER / "fake_cuda.py").is_file():
         return f"no fake_cuda.py in {FOLDER}; set SPARSIFY_FAKE_CUDA to its folder"
     if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -42,7 +40,6 @@ def missing():
 
 
 def run(*arguments, simulated=True):
-    """What a Python process with simulated devices prints, or one with real ones."""
     paths = [*([str(FOLDER)] if simulated else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": str(int(simulated))}
     command = [sys.executable, *map(str, arguments)]
@@ -52,15 +49,12 @@ def run(*arguments, simulated=True):
 
 
 class Results:
-    """What ``train_on_cuda.py`` found on its devices, by case and place."""
-
     def __init__(self, device):
         self.simulated = device == "simulated"
         lines = run(ROOT / "tests/helpers/train_on_cuda.py", device, simulated=self.simulated).splitlines()
         self.runs = {tuple(result["run"]): result for result in map(json.loads, lines)}
 
     def cases(self, place):
-        """The names of the cases at a place; skips the test where the place needs more devices than there are."""
         names = [case for case, where in self.runs if where == place and not case.endswith("oracle")]
         return names or pytest.skip("needs two GPUs")
 
@@ -97,11 +91,6 @@ def results(request):
     return Results(request.param)
 
 
-@pytest.fixture
-def simulated(results):
-    return results if results.simulated else pytest.skip("real devices do not count")
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_runs_are_as_on_the_cpu_and_their_streams_wait_for_each_other(results, place):
     problems = {case: results.problems(case, place) for case in results.cases(place)}
@@ -110,12 +99,14 @@ def test_runs_are_as_on_the_cpu_and_their_streams_wait_for_each_other(results, p
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_host_waits_once_in_a_step(simulated, place):
-    floor = simulated.runs["full", place]["waits"]
-    assert not simulated.runs["full", place]["races"] or place not in STREAMS, "the control has a race"
-    for case in simulated.cases(place):
-        assert simulated.runs[case, place]["waits"] - floor <= MOST_WAITS.get(case, 1), case
-    assert simulated.runs["pafi", place]["waits"] == floor
+def test_the_host_waits_once_in_a_step(results, place):
+    if not results.simulated:
+        pytest.skip("real devices do not count")
+    floor = results.runs["full", place]["waits"]
+    assert not results.runs["full", place]["races"] or place not in STREAMS, "the control has a race"
+    for case in results.cases(place):
+        assert results.runs[case, place]["waits"] - floor <= MOST_WAITS.get(case, 1), case
+    assert results.runs["pafi", place]["waits"] == floor
 
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])

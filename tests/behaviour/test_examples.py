@@ -42,7 +42,6 @@ def test_the_method_in_80_lines_unmasks_what_the_library_does():
 
 @pytest.fixture
 def files(tmp_path):
-    """Options that name a training and a validation file."""
     train, validation = tmp_path / "train.jsonl.gz", tmp_path / "validation.jsonl"
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
     with gzip.open(train, "wt") as file:
@@ -62,15 +61,12 @@ def check_delta(folder):
     assert sorted(delta.whole) == ["classifier.bias", "classifier.weight"]
 
 
-def test_it_trains_on_json_lines_and_saves_the_delta(main, files, tmp_path, capsys):
+def test_it_trains_on_json_lines_and_saves_the_delta_and_steps_stop_it_early(main, files, tmp_path, capsys):
     result = main([*files, "--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")])
     assert result == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["strategy"], result["entries"], len(result["epochs"])) == ("id3", 200, 2)
     assert 0 <= result["accuracy"] <= 1
     check_delta(tmp_path / "delta")
-
-
-def test_steps_stop_it_early_and_the_head_may_be_part_of_the_budget(main, files, tmp_path):
     options = ["--steps", "1", "--rows", "8", "--modules-to-save", "--budget", "0.0001", "--lr-schedule", "constant"]
     result = main([*files, *options, "--out", str(tmp_path / "delta")])
     assert result["entries"] == 2_256  # of 22,565,762
@@ -122,7 +118,6 @@ def test_sparse_adapters_are_saved_as_adapters_and_as_a_delta(example, files, tm
 
 
 def check_saved(text_classification, script, files, folder, result):
-    """The delta, on a fresh base, gives the result; returns a fresh task and the rebuilt model."""
     assert (result["strategy"], result["entries"]) == ("id3", 200)
     task = text_classification.load_task(script.parse_arguments(files))
     path = text_classification.model_path("MiniLM")

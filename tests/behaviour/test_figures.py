@@ -14,16 +14,12 @@ FIGURES = Path(quality.__file__).parent
 
 
 def words(path):
-    """The texts of an SVG."""
     return {text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip()}
 
 
-def test_quality_has_a_panel_for_each_task_and_a_name_for_each_method(tmp_path):
+def test_quality_has_a_panel_for_each_task_of_runs_of_the_recommended_recipe(tmp_path):
     quality.main(["--out", str(tmp_path / "figure.svg")])
     assert {"SST-2, accuracy", "WNUT17, entity F1", "ID3", "LoRA", "full fine-tuning"} <= words(tmp_path / "figure.svg")
-
-
-def test_only_runs_of_the_recommended_recipe_are_drawn():
     runs = [quality.settings_of(run) for run in quality.read(quality.RUNS).values()]
     drawn = [run for run in runs if quality.is_drawn(run)]
     assert {(run.until, run.exp) for run in drawn if run.method == "id3"} == {(0.2, 2)}

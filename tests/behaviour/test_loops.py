@@ -23,7 +23,6 @@ def make_optimizer(model):
 
 
 def assert_same_states(model, other):
-    """Bit for bit, the unmasked sets among them."""
     assert_close(dict(model.state_dict()), dict(other.state_dict()), 0)
 
 
@@ -40,12 +39,7 @@ def plain_loop(model, batches):
     return losses
 
 
-# ------------------------------------------------------------------------------------ accelerate
-
-
 class Accelerated:
-    """A loop as accelerate's documentation has it, that can be saved after a step and gone on with."""
-
     def __init__(self, model, accumulation=1, **options):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **options)
@@ -76,8 +70,7 @@ class Accelerated:
 
 def test_accelerates_loop_is_the_plain_one_and_its_way_to_save_a_model_writes_an_ordinary_one(tmp_path):
     model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
-    loop = Accelerated(copy.deepcopy(model))
+    loop = Accelerated(copy.deepcopy(sparsify(model, BUDGET, steps=STEPS)))
     loop.scheduler.scheduler.lr_lambdas[:] = [lambda step: 1.0]
     assert loop.train(STEPS) == plain_loop(model, batches[:STEPS])
     assert_same_states(model, loop.plain)
@@ -88,7 +81,6 @@ def test_accelerates_loop_is_the_plain_one_and_its_way_to_save_a_model_writes_an
 
 
 def keep_trained_state(models, weights, output_dir):
-    """A hook for ``accelerator.register_save_state_pre_hook``."""
     for model, state_dict in zip(models, weights, strict=True):
         for name in state_dict.keys() - trained_state(model).keys():
             del state_dict[name]
@@ -111,14 +103,10 @@ def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, trai
     losses = straight.train(half, skip=half)
     assert summary(straight.plain, verify=True).verification.ok
     assert summary(straight.plain).unmasked == BUDGET
-
     resumed = loop()
     resumed.accelerator.load_state(tmp_path)
     assert resumed.train(half, skip=half) == losses
     assert_same_states(resumed.plain, straight.plain)
-
-
-# ------------------------------------------------------------------------------------ Lightning
 
 
 def fit(module, batches, optimizer):
@@ -138,14 +126,10 @@ def fit(module, batches, optimizer):
     return losses
 
 
-def lightning_module():
-    """The sparsified model is a part of it."""
-    return nn.ModuleDict({"model": make_model(steps=STEPS, budget=BUDGET)})
-
-
 @pytest.mark.parametrize("kept", [nn.Module.state_dict, trained_state], ids=["whole", "trained"])
 def test_a_loop_of_closures_is_the_plain_loop_and_is_gone_on_with_from_the_modules_state(kept):
-    batches, straight, model = build("bert")[1][:STEPS], lightning_module(), make_model(steps=STEPS, budget=BUDGET)
+    batches, model = build("bert")[1][:STEPS], make_model(steps=STEPS, budget=BUDGET)
+    straight, resumed = (nn.ModuleDict({"model": copy.deepcopy(model)}) for _ in range(2))
     optimizer = make_optimizer(straight)
     torch.manual_seed(5)
     first = fit(straight, batches[:3], optimizer)
@@ -154,8 +138,6 @@ def test_a_loop_of_closures_is_the_plain_loop_and_is_gone_on_with_from_the_modul
     losses = fit(straight, batches[3:], optimizer)
     assert plain_loop(model, batches) == first + losses
     assert_same_states(model, straight["model"])
-
-    resumed = lightning_module()
     resumed.load_state_dict(state)
     optimizer = make_optimizer(resumed)
     optimizer.load_state_dict(moments)

@@ -36,7 +36,6 @@ def trained_sets(model):
 
 
 def compare(name, optimizer, strategy="id3", budget=BUDGET, schedule="uniform", **options):
-    """Trains both from the same weights on the same batches and compares them after every step."""
     dense, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS, schedule=schedule)
     # Adam divides by the root of a squared gradient; where that is all rounding error, so is the step
@@ -115,9 +114,6 @@ def test_any_importance_goes_with_any_selection(name, selection, optimizer):
     compare("mlp", optimizer, Strategy(importance, selection), budget=25, score=score, repeat=repeat)
 
 
-# ------------------------------------------------------------------------------------ repeat-S
-
-
 def test_each_step_trains_the_budget_and_touched_entries_add_up():
     model, batches = build("mlp")
     sparsify(model, SMALL, "d3-repeat", steps=6)
@@ -131,11 +127,7 @@ def test_each_step_trains_the_budget_and_touched_entries_add_up():
     assert SMALL == touched[0] < touched[-1] <= 6 * SMALL
     assert summary(model).updates == summary(model).static_updates == 6 * SMALL
     assert "touched" in str(summary(model))
-
-
-def test_where_the_room_ends_a_step_goes_without_new_entries():
-    model, batches = build("mlp")
-    sparsify(model, SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))
-    train(model, batches)
+    model = sparsify(build("mlp")[0], SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))
+    train(model, batches)  # where the room ends a step goes without new entries
     assert summary(model).unmasked == SMALL + 2
     assert 0 < get_engine(model).trained <= SMALL

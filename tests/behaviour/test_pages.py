@@ -1,23 +1,31 @@
-"""The pages of the documentation: their programs run and print what they show, and no link is broken.
+"""The pages of the documentation: their programs and tutorials run and print what they show, and no link is broken.
 
 A page is one program: its Python blocks run from top to bottom, as a user copies them. A ``text`` block after a Python
 block is what that block prints, warns of or raises; ``...`` stands for anything, and line breaks do not count.
 """
 
+import ast
 import importlib
 import io
+import os
 import re
 import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
+import nbformat
 import pytest
+import torch
+from nbclient import NotebookClient
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from sparsify import SparsifyError
+from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, sparsify
 
 ROOT = Path(__file__).parents[2]
-FRAGMENTS = [ROOT / "README.md", ROOT / "tutorials" / "training.md"]  # are no programs: test_readme.py runs them
+FRAGMENTS = [ROOT / "README.md", ROOT / "tutorials" / "training.md"]  # are no programs, but snippets
 PAGES = [path for path in sorted((ROOT / "tutorials").rglob("*.md")) if path not in FRAGMENTS]
 PROGRAMS = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 ALL = [*FRAGMENTS, *PAGES, ROOT / "sparsify" / "delta" / "format.md", *sorted((ROOT / "examples").rglob("README.md"))]
@@ -79,7 +87,6 @@ def test_every_public_name_is_in_the_reference():
 
 
 def find(entry):
-    """The object with a dotted name."""
     module, _, attribute = entry.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -87,11 +94,121 @@ def find(entry):
 @pytest.mark.parametrize("page", ALL, ids=name)
 def test_no_link_is_broken(page):
     text = page.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
+    lines = [line.lstrip("# ").lower() for line in text.splitlines() if line[:1] == "#"]
+    headings = {re.sub(r"[^\w -]", "", line).replace(" ", "-") for line in lines}
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
         assert (page.parent / target).exists(), target
         assert target or anchor in headings, anchor
+
+
+TUTORIALS = sorted((ROOT / "tutorials").glob("*.ipynb"))
+assert TUTORIALS
+tutorials = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+
+
+@pytest.mark.slow
+@tutorials
+def test_a_tutorial_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not [o for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "error"]
+
+
+@tutorials
+def test_a_tutorial_holds_the_outputs_of_one_run_and_no_path_of_a_machine(path):
+    assert not re.search(r"/(root|home|tmp|opt|work|Users)/", path.read_text())
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert all(output.name == "stdout" for output in outputs if output.output_type == "stream"), "no warnings"
+
+
+SNIPPETS = [block["code"] for page in FRAGMENTS for block in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.value, self.classifier = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)
+
+    def forward(self, x, labels=None):
+        logits = self.classifier(self.query(x) + self.value(x))
+        return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def bert():
+    config = BertConfig(vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return BertForSequenceClassification(config)
+
+
+def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model, base_model = Model(), Model()
+    base_model.load_state_dict(model.state_dict())
+    train, load = SNIPPETS[0].split("SparseDelta.from_model")
+    names = {"model": model, "base_model": base_model}
+    exec(train, names)
+    assert get_engine(model).budget == 38_000
+    assert model.classifier.weight.requires_grad
+    x = torch.randn(4, 300)
+    model(x).square().sum().backward()
+    names["optimizer"].step()
+    exec("SparseDelta.from_model" + load, {**names, "SparseDelta": SparseDelta})
+    assert torch.equal(base_model(x), model(x))
+
+
+def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = [snippet for snippet in SNIPPETS if "DeltaSwitch" in snippet]
+    base, tuned = Model(), [Model() for _ in range(3)]
+    deltas = [SparseDelta.diff(base, model, budget=100, progress=False) for model in tuned]
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    exec(snippet, {"base": base, "tuned": tuned[0], **dict(zip(("delta", "mrpc", "cola"), deltas, strict=True))})
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+    assert "Jaccard" in capsys.readouterr().out
+    assert SparseDelta.load("both").config["sum"][1]["coefficient"] == 0.5
+
+
+def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(tmp_path):
+    (snippet,) = [snippet for snippet in SNIPPETS if "SparsifyCallback" in snippet]
+    names = {
+        "model": bert(),
+        "sparsify": sparsify,
+        "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
+        "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
+    }
+    exec(snippet, names)
+    assert get_engine(names["model"]).steps == 2
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+
+
+OTHERS = [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet and "SparsifyCallback" not in snippet]
+
+
+@pytest.mark.parametrize("snippet", OTHERS)
+def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
+    batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
+    monkeypatch.chdir(tmp_path)
+    names = {"model": Model(), "bert": bert(), "sparsify": sparsify, "train_loader": [batch]}
+    for statement in ast.parse(snippet).body:
+        exec(ast.unparse(statement), names)
+        if ast.unparse(statement).startswith("sparsify("):
+            assert get_engine(names["model"]).budget == 38_000
+            desparsify(names["model"])
+
+
+def test_the_readme_is_short_its_commands_are_what_ci_runs_and_every_package_is_on_the_map():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 200
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for extra in ("demo", "test"):
+        assert f"pip install -c constraints.txt -e '.[{extra}]' && " in readme
+        assert f"-e '.[{extra}]'" in ci
+    text = (ROOT / "tutorials" / "how_it_works.md").read_text(encoding="utf-8")
+    for path in (ROOT / "sparsify").glob("*/__init__.py"):
+        assert f"{path.parent.name}/" in text, f"{path.parent.name} is missing from the map"

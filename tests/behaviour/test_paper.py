@@ -12,16 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import transformers as hf
 from scipy import stats
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
-    MPNetConfig,
-    MPNetForMaskedLM,
-)
 
 from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training
 from examples.paper.methods import METHODS
@@ -44,19 +36,22 @@ ROWS = {
 }
 FILES = {task: dict.fromkeys(("train", *tasks.TASKS[task].judged), rows) for task, rows in ROWS.items()}
 TEST_ROWS = FILES["mrpc"]["test"] = ROWS["mrpc"][:3]
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH}
+SIZES["vocab_size"] = 30522
+
+
+def saved(model, config, folder, **sizes):
+    getattr(hf, model)(getattr(hf, config)(**SIZES, **sizes)).save_pretrained(folder)
+    tokenizer = hf.AutoTokenizer.from_pretrained(default_model())
+    if "MPNet" in model:
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The folder of a sentence encoder with random weights."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH}
-    return saved(BertModel(BertConfig(**sizes)), tmp_path_factory.mktemp("bert"))
-
-
-def saved(model, folder):
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(default_model()).save_pretrained(folder)
-    return str(folder)
+    return saved("BertModel", "BertConfig", tmp_path_factory.mktemp("bert"))
 
 
 def trained(tiny, **changes):
@@ -94,14 +89,11 @@ def test_pairs_numbers_and_tags_are_learned(tiny, task, labels):
         assert trained(tiny, task=task, max_length=4, method="full", steps=1)["epochs"][0]["score"] == 0
 
 
-def test_a_line_holds_which_rows_are_right(tiny):
+def test_a_line_holds_which_rows_are_right_and_several_sets_are_scored_by_their_mean(tiny):
     line = trained(tiny, method="full", rate=1e-2, steps=12)
     share = int(line["right"], 16).bit_count() / len(ROWS["sst2"])
     assert 100 * share == pytest.approx(line["epochs"][-1]["score"], 1e-3)
     assert training.packed([True, False, False, False, True]) == "11"
-
-
-def test_a_task_with_several_sets_is_scored_by_their_mean(tiny):
     (epoch,) = trained(tiny, task="mnli", method="full", rate=1e-2)["epochs"]
     assert list(epoch["parts"]) == ["matched accuracy", "mismatched accuracy"]
     assert epoch["score"] == pytest.approx(statistics.mean(epoch["parts"].values()), abs=1e-3)
@@ -114,22 +106,16 @@ def test_a_run_is_the_same_when_it_is_run_again(tiny):
 
 
 def test_the_papers_head_is_part_of_the_budget_new_pooler_included(tmp_path):
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH,
-             "vocab_size": 30522, "pooler_hidden_size": WIDTH}  # fmt: skip
-    path = saved(DebertaV2ForMaskedLM(DebertaV2Config(**sizes)), tmp_path)
+    path = saved("DebertaV2ForMaskedLM", "DebertaV2Config", tmp_path, pooler_hidden_size=WIDTH)
     assert trained(path, head="budget")["trained"] == BUDGET
     dense = trained(path, head="dense")
     assert dense["trained"] - BUDGET == dense["head"] == HEAD + WIDTH * WIDTH + WIDTH
 
 
 def test_the_mpnet_that_reads_the_mean_is_judged_on_test_rows_too(tmp_path):
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": WIDTH}
-    MPNetForMaskedLM(MPNetConfig(vocab_size=30522, **sizes)).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(default_model())
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    tokenizer.save_pretrained(tmp_path)
+    path = saved("MPNetForMaskedLM", "MPNetConfig", tmp_path)
     (tmp_path / "modules.json").write_text("[]")  # sentence-transformers'
-    line = trained(str(tmp_path), task="mrpc", with_test=True)
+    line = trained(path, task="mrpc", with_test=True)
     assert line["trained"] - BUDGET == line["head"] == HEAD
     assert line["facts"]["judged_rows"] == len(ROWS["mrpc"]) + len(TEST_ROWS)
     with pytest.raises(SystemExit, match=r"--with-test: `qqp` is not in SPARSIFY_DATA"):
@@ -170,7 +156,12 @@ def test_missing_data_or_seqeval_is_an_error_that_says_what_to_install(monkeypat
         metrics.scores("entity f1", [["O"]], [["O"]])
 
 
-def test_a_run_is_planned_once_whatever_it_does_not_depend_on():
+def test_every_suite_can_be_planned_and_a_run_is_planned_once_whatever_it_does_not_depend_on():
+    for name in suites.SUITES:
+        options = run.parse_arguments(["--suite", name, "--exp", "0", "2", "--rows", "5"])
+        planned = suites.plan(run.chosen_suite(options), run.chosen_recipes(options), {})
+        assert {settings.rows for settings in planned} == {5}
+        assert {settings.exp for settings in planned if settings.method.startswith("id3")} == {0, 2}
     suite = replace(suites.SUITES["local"], tasks=("sst2",), seeds=(0,))
     recipes = [{"until": 0.2}, {"until": 1.0}]
     planned = suites.plan(suite, recipes, {})
@@ -181,14 +172,6 @@ def test_a_run_is_planned_once_whatever_it_does_not_depend_on():
     assert len({settings.key for settings in planned}) == len(planned)
     seeds = [settings.seed for settings in suites.plan(replace(suite, seeds=(0, 1)), recipes, {})]
     assert seeds == sorted(seeds), "a table of one seed is complete before the next begins"
-
-
-def test_every_suite_can_be_planned():
-    for name in suites.SUITES:
-        options = run.parse_arguments(["--suite", name, "--exp", "0", "2", "--rows", "5"])
-        planned = suites.plan(run.chosen_suite(options), run.chosen_recipes(options), {})
-        assert {settings.rows for settings in planned} == {5}
-        assert {settings.exp for settings in planned if settings.method.startswith("id3")} == {0, 2}
 
 
 # a worker that trains nothing: a rate of 13 fails, one of 99 does not end
@@ -206,12 +189,24 @@ append(Path(task["path"]), {"settings": task["settings"], "run": time.time()})
 """
 
 
+KILLED = """
+import signal, sys
+from pathlib import Path
+from examples.paper import runs
+from examples.paper.settings import Settings
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+runs.WORKER = ({worker!r},)
+wanted = [Settings(**{base!r} | {{"rate": rate}}) for rate in (1, 2, 99, 3)]
+runs.run_missing(wanted, Path({path!r}), 2, "cpu", "")
+"""
+
+
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     monkeypatch.setattr(runs, "WORKER", (str(script),))
-    return script
+    return str(script)
 
 
 def at(*rates):
@@ -233,15 +228,8 @@ def test_what_is_missing_is_run_and_a_failure_stops_nothing(worker, tmp_path, ca
 
 
 def test_a_killed_command_loses_nothing_that_has_finished(worker, tmp_path):
-    path, rates = tmp_path / "runs.jsonl", [1, 2, 99, 3]
-    script = (
-        "import signal, sys\nfrom pathlib import Path\nfrom examples.paper import runs\n"
-        "from examples.paper.settings import Settings\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))\n"
-        f"runs.WORKER = ({str(worker)!r},)\nbase = {asdict(BASE)!r}\n"
-        f"wanted = [Settings(**base | {{'rate': rate}}) for rate in {rates}]\n"
-        f"runs.run_missing(wanted, Path({str(path)!r}), 2, 'cpu', '')\n"
-    )
+    path = tmp_path / "runs.jsonl"
+    script = KILLED.format(worker=worker, base=asdict(BASE), path=str(path))
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         deadline = time.time() + 60
@@ -255,7 +243,7 @@ def test_a_killed_command_loses_nothing_that_has_finished(worker, tmp_path):
 
 def test_a_line_that_was_cut_off_is_run_again_and_spoils_no_other(tmp_path):
     path = tmp_path / "runs.jsonl"
-    first, second = ({"settings": asdict(settings)} for settings in at(1, 2))
+    first, second = ({"settings": asdict(each)} for each in at(1, 2))
     runs.append(path, first)
     whole = path.read_text()
     path.write_text(whole + whole[: len(whole) // 2])
@@ -294,7 +282,6 @@ def test_the_papers_score_is_of_each_runs_best_epoch_and_the_strict_one_of_rows_
 
 
 def cells(**scores):
-    """Strict cells by task; seeds from 0."""
     return {task: protocol.Cell(tuple(own), (1,), tuple(range(len(own))), 0.5, 84) for task, own in scores.items()}
 
 

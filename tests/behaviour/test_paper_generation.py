@@ -11,14 +11,15 @@ from urllib.error import URLError
 import datasets
 import pytest
 import torch
+import transformers as hf
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from examples.paper import metrics, run, runs, sources, tasks, training
+from examples.paper import language, metrics, run, runs, sources, tasks, training
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
+from examples.paper.rules import capped, floored, mixed, rates
 from examples.paper.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -43,7 +44,7 @@ def saved(model, folder, ends):
     tokenizer.decoder = decoders.ByteLevel()
     if ends:
         tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -51,17 +52,17 @@ def saved(model, folder, ends):
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     torch.manual_seed(0)
-    config = T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=2,
+    config = hf.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=2,
                       decoder_start_token_id=0)  # fmt: skip
-    return saved(T5ForConditionalGeneration(config), tmp_path_factory.mktemp("t5"), ends=True)
+    return saved(hf.T5ForConditionalGeneration(config), tmp_path_factory.mktemp("t5"), ends=True)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1,
+    config = hf.LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1,
                          num_attention_heads=2, bos_token_id=None, eos_token_id=1, pad_token_id=0)  # fmt: skip
-    return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"), ends=False)
+    return saved(hf.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"), ends=False)
 
 
 # text -> the last number in it
@@ -90,10 +91,13 @@ def test_the_answer_is_the_last_number_or_the_letter_that_is_named_last():
     assert not any(is_right(answer, text) for answer, text in WRONG)
 
 
-def test_rouge_is_of_common_words_pairs_and_subsequences():
+def test_rouge_is_of_common_words_pairs_and_subsequences(monkeypatch):
     found = metrics.scores("rouge", ["the cats sat on the mat"] * 2, ["the cat", "the cats sat on the mat"])
     # of the first text: 2 of 2 words and 2 of 6, 1 of 1 pairs and 1 of 5; cat and cats have one stem
     assert found == {"rouge1": 75, "rouge2": pytest.approx((100 / 3 + 100) / 2, abs=1e-3), "rougeL": 75}
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(SystemExit, match=r"rouge-score's: pip install 'sparsify-ft\[paper\]'"):
+        metrics.scores("rouge", ["a"], ["a"])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "id3"])
@@ -102,9 +106,7 @@ def test_a_causal_model_learns_to_solve_and_is_judged_on_every_set(llama, method
     line = training.run(replace(BASE, model=llama, method=method, budget=budget))
     last = line["epochs"][-1]
     assert last["parts"] == {"addsub accuracy": 100, "aqua accuracy": 0}
-    assert last["score"] == 50
-    assert line["right"] == f"{0b1111000:x}"
-    assert last["loss"] is None
+    assert (last["score"], last["loss"], line["right"]) == (50, None, f"{0b1111000:x}")
     assert json.loads(json.dumps(line, allow_nan=False)) == line
 
 
@@ -112,10 +114,10 @@ def test_a_causal_model_learns_to_solve_and_is_judged_on_every_set(llama, method
 def test_an_encoder_decoder_learns_to_summarize(t5, method):
     budget = None if method == "full" else 6_000
     line = training.run(replace(BASE, model=t5, task="xsum", method=method, budget=budget))
-    assert line["epochs"][-1]["parts"] == {"rouge1": 100, "rouge2": 100, "rougeL": 100}
-    assert line["epochs"][-1]["score"] == 100
-    assert line["epochs"][-1]["loss"] < line["epochs"][0]["loss"]
-    assert line["right"] is None
+    first, *_, last = line["epochs"]
+    assert last["parts"] == {"rouge1": 100, "rouge2": 100, "rougeL": 100}
+    assert (last["score"], line["right"]) == (100, None)
+    assert last["loss"] < first["loss"]
 
 
 def test_the_loss_is_on_the_solution_alone_and_what_is_too_long_loses_its_beginning(llama):
@@ -215,12 +217,64 @@ def test_the_hubs_splits_are_those_of_the_task(task, place, parts, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     train, sets = tasks.load_rows(tasks.TASKS[task])
-    assert train == [{"split": "train"}]
-    assert list(sets) == parts
+    assert (train, list(sets)) == ([{"split": "train"}], parts)
     assert sets[parts[-1]] == [{"split": tasks.TASKS[task].judged[-1]}]
 
 
-def test_rouge_without_its_package_is_an_error_that_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(SystemExit, match=r"rouge-score's: pip install 'sparsify-ft\[paper\]'"):
-        metrics.scores("rouge", ["a"], ["a"])
+BUDGET = 120
+ROWS = [{"instruction": f"{n} of {n + 1}?", "output": f"The answer is {n % 7}.", "answer": ""} for n in range(40)]
+RULES = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50"]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    torch.manual_seed(0)
+    config = hf.Gemma3TextConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                              num_attention_heads=2, num_key_value_heads=1, head_dim=8, bos_token_id=None,
+                              eos_token_id=1, pad_token_id=0)  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "math").mkdir()
+    for split in ("train_gsm8k", "gsm8k"):
+        (folder / f"math/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return saved(hf.Gemma3ForCausalLM(config), folder, ends=False)
+
+
+def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPARSIFY_DATA", gemma)
+    path = tmp_path / "runs.jsonl"
+    options = f"--model {gemma} --results {path} --rates 1e-2 --budget {BUDGET} --steps 3 --held-out 4".split()
+    for _ in range(2):
+        language.main([*options, "--methods", *RULES])
+    assert (first := path.read_text()).count("\n") == len(RULES)
+    lines = {line["settings"]["method"]: line for line in runs.read(path).values()}
+    assert list(lines) == RULES
+    assert all(len(line["rows"]) == 4 for line in lines.values())
+    assert {lines[method]["trained"] for method in RULES[2:]} == {BUDGET}
+    assert len({line["loss"] for line in lines.values()}) == len(RULES)
+    assert gemma not in first
+    language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])
+    language.main(["--results", str(path), "--table"])
+    assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
+
+
+def test_the_loss_is_that_of_the_model_itself(gemma):
+    model = hf.Gemma3ForCausalLM.from_pretrained(gemma).eval()
+    batch = {"input_ids": torch.randint(2, 200, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
+    batch["labels"] = batch["input_ids"].where(torch.arange(9) > torch.tensor([[3], [5]]), IGNORED)
+    torch.testing.assert_close(language.answer_loss(model, batch), model(**batch).loss, rtol=5e-3, atol=0)  # bfloat16
+
+
+def test_rules_keep_to_the_budget_their_caps_and_their_floor():
+    torch.manual_seed(0)
+    gradients = {"a": torch.randn(20, 30) * (1 + 20 * (torch.arange(30) == 3)), "b": torch.randn(30, 10)}
+    masks = [
+        {name: torch.zeros(g.numel()).index_fill(0, found[name], 1).view_as(g) for name, g in gradients.items()}
+        for found in (capped(gradients, 90, 3, 4), floored(gradients, 90, 1), mixed(gradients, 90, 0.5, seed=0))
+    ]
+    assert [sum(int(mask.sum()) for mask in own.values()) for own in masks] == [90] * 3
+    assert all(mask.sum(0).max() <= 3 and mask.sum(1).max() <= 4 for mask in masks[0].values())
+    assert all(mask.sum(1).min() >= 1 for mask in masks[1].values())
+    assert masks[2]["a"][:, 3].sum() > 15  # the outlier's column, by gradient
+    assert float(rates(gradients, {"a": torch.tensor([0, 3])}, 1).diff()) < -1  # smaller in the outlier's column
+    with pytest.raises(ValueError, match="loosen its cap"):
+        capped(gradients, 90, column=1)

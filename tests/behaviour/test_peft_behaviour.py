@@ -1,8 +1,4 @@
-"""PEFT's own tests of its layers, rewritten for a sparsified model: what PEFT does to an adapter keeps working.
-
-Two twins go through the same: one is trained densely by the oracle, the other is sparsified. Whatever PEFT does to them
-in between, their outputs, losses and weights stay the same.
-"""
+"""PEFT's own tests of its layers, rewritten for twins: what PEFT does to an adapter keeps working once sparsified."""
 
 import copy
 import pickle
@@ -32,19 +28,14 @@ def name():
 
 @pytest.fixture
 def twins(name):
-    """Twins that were trained for two steps."""
     twins = AdapterTwins(name)
     twins.train()
     return twins
 
 
 def is_plain(model):
-    """Whether no module of a model is PEFT's or sparsify's."""
     classes = {type(module) for module in model.modules()}
     return not any(issubclass(each, BaseTunerLayer) or each.__module__.startswith("sparsify") for each in classes)
-
-
-# ------------------------------------------------------------------------------------------- merging
 
 
 @adapters
@@ -73,9 +64,6 @@ def test_an_unloaded_model_is_plain_with_the_outputs_of_the_trained_or_the_base_
     elif "save" not in name:  # PEFT leaves what was saved in its place
         assert_close(outputs(plain, batch), outputs(base, batch))
     assert plain.state_dict().keys() == base.state_dict().keys()
-
-
-# ------------------------------------------------------------------------------------------ disabling
 
 
 @adapters
@@ -111,9 +99,6 @@ def test_pefts_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alo
     train(model, batches, optimizer=create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4))
     assert get_engine(model).step == 3
     assert summary(model, verify=True).verification.ok
-
-
-# ------------------------------------------------------------------------------------ several adapters
 
 
 several = pytest.mark.parametrize(
@@ -196,9 +181,6 @@ def test_a_batch_of_several_adapters_gives_what_the_plain_model_gives():
     twins.train()
 
 
-# ------------------------------------------------------------------------------------- the model itself
-
-
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
@@ -243,11 +225,7 @@ def test_a_bfloat16_model_trains_and_merges(name, autocast):
     assert_close(outputs(model.merge_and_unload(), batches[0]), trained, 0.05)
 
 
-# ------------------------------------------------------------------------------------- saving and loading
-
-
 def assert_saved_alike(sparse, dense, folder):
-    """Saves two models into folders "sparse" and "dense", which hold the same files, config and tensors."""
     found = []
     for name, model in (("sparse", sparse), ("dense", dense)):
         model.save_pretrained(folder / name)
@@ -301,9 +279,6 @@ def test_pefts_state_dict_is_the_plain_ones_and_is_loaded_into_a_sparsified_mode
     with pytest.warns(UserWarning, match="loaded without entries"):
         peft.set_peft_model_state_dict(fresh, sparse)
     assert_close(outputs(fresh, twins.batches[0]), twins.check())
-
-
-# ------------------------------------------------------------------------------- adapters that PEFT does not wrap
 
 
 def test_transformers_own_adapters_are_sparsified_too(tmp_path):

@@ -1,7 +1,4 @@
-"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry in float64; or refused by name.
-
-What PEFT left trainable is what may be unmasked; its ``modules_to_save`` are trained dense.
-"""
+"""PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry, or refused by name."""
 
 import peft
 import pytest
@@ -16,7 +13,6 @@ STEPS = 4
 
 
 def prompt(base, config, **options):
-    """A tuner that puts three virtual tokens before the others."""
     options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, **options}
     return base, lambda: getattr(peft, config)(**options)
 

@@ -40,40 +40,35 @@ def examples():
 
 @pytest.fixture(scope="module")
 def classifier(examples):
-    """Loads the base with a new head of so many labels."""
     return lambda num_labels: examples[0].classifier_class(BASE).from_pretrained(BASE, num_labels=num_labels)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BASE)
+def tokens(*columns):
+    return AutoTokenizer.from_pretrained(BASE)(*columns, padding=True, return_tensors="pt")
 
 
 @pytest.fixture(scope="module")
-def paths(classifier, tokenizer, tmp_path_factory):
-    """The deltas' folders; one is a single file."""
+def paths(classifier, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deltas")
     paths = {"mood": folder / "mood", "topic": folder / "topic.safetensors", "same": folder / "same"}
     for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
         torch.manual_seed(seed)
         model = classifier(num_labels)
         sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
-        batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
-        train(model, [{**batch, "labels": torch.arange(len(TEXTS)) % num_labels}] * 3, lr=0.01)
+        train(model, [{**tokens(TEXTS), "labels": torch.arange(len(TEXTS)) % num_labels}] * 3, lr=0.01)
         SparseDelta.from_model(model).save(paths[name])
     return paths
 
 
 @pytest.fixture(scope="module")
-def expected(classifier, paths, tokenizer):
-    """The scores of each task, for texts and for pairs, each from a base of its own with nothing but its delta."""
+def expected(classifier, paths):
     scores = {}
     for name, path in paths.items():
         model = classifier(LABELS[name]).eval()
         SparseDelta.load(path).apply(model)
         for kind, columns in (("texts", [TEXTS]), ("pairs", [list(column) for column in zip(*PAIRS, strict=True)])):
             with torch.no_grad():
-                scores[name, kind] = model(**tokenizer(*columns, padding=True, return_tensors="pt")).logits.softmax(-1)
+                scores[name, kind] = model(**tokens(*columns)).logits.softmax(-1)
     assert (scores["mood", "texts"] - scores["same", "texts"]).abs().max() > 0.01, "the tasks differ"
     return scores
 
@@ -85,10 +80,9 @@ def tasks(examples, paths):
 
 @pytest.fixture
 def server(examples, tasks):
-    """The address, and a function that asks it."""
     serve, demo = examples
     with demo.served(serve.make_app(tasks)) as url:
-        yield url, demo.ask
+        yield lambda path, *body: demo.ask(f"{url}/{path}", *body)
 
 
 def check(answer, task, kind, expected):
@@ -102,11 +96,10 @@ def body(task, kind):
 
 
 def test_each_task_answers_many_clients_at_once_as_its_delta_alone_would_on_a_base_of_its_own(server, tasks, expected):
-    url, ask = server
     before = copy.deepcopy(tasks.model.state_dict())
     wanted = random.Random(0).choices([(task, kind) for task in LABELS for kind in ("texts", "pairs")], k=60)
     with ThreadPoolExecutor(8) as clients:
-        answers = clients.map(lambda one: ask(f"{url}/predict", body(*one)), wanted)
+        answers = clients.map(lambda one: server("predict", body(*one)), wanted)
         for (task, kind), answer in zip(wanted, answers, strict=True):
             check(answer, task, kind, expected)
     assert len(tasks.swaps_ms) > 3
@@ -115,10 +108,9 @@ def test_each_task_answers_many_clients_at_once_as_its_delta_alone_would_on_a_ba
 
 
 def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
-    url, ask = server
-    swapped = [ask(f"{url}/predict", body(task, "texts"))["swap_ms"] > 0 for task in ("mood", "mood", "same")]
+    swapped = [server("predict", body(task, "texts"))["swap_ms"] > 0 for task in ("mood", "mood", "same")]
     assert swapped == [True, False, True]
-    found = ask(f"{url}/tasks")
+    found = server("tasks")
     assert found["swaps"] == 2
     assert found["median_swap_ms"] > 0
     assert [name for name, task in found["tasks"].items() if task["active"]] == ["same"]
@@ -136,26 +128,22 @@ def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
     ],
 )
 def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, status, text):
-    url, ask = server
     with pytest.raises(urllib.error.HTTPError) as error:
-        ask(f"{url}/predict", wrong)
+        server("predict", wrong)
     assert error.value.code == status
     assert text in error.value.read().decode()
     assert tasks.switch.active is None
 
 
-@pytest.mark.parametrize(
-    ("head", "text"),
-    [
-        ({"classifier.weight": (2, 5), "classifier.bias": (2,)}, r"no place for the delta's `classifier\.weight` of"),
-        ({"classifier.weight": (2, 384)}, r"neither the base nor .* has a trained `classifier\.bias`"),
-    ],
-)
-def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, paths, tmp_path, head, text):
-    whole = {name: torch.ones(shape) for name, shape in head.items()}
-    SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
-    with pytest.raises(SystemExit, match=text):
-        examples[0].main(["--base", BASE, "--delta", f"mood={tmp_path}"])
+def test_a_head_that_fits_nowhere_is_refused_when_the_server_starts(examples, paths, tmp_path):
+    for shape, more, text in (
+        ((2, 5), {"classifier.bias": torch.ones(2)}, r"no place for the delta's `classifier\.weight` of"),
+        ((2, 384), {}, r"neither the base nor .* has a trained `classifier\.bias`"),
+    ):
+        whole = {"classifier.weight": torch.ones(shape), **more}
+        SparseDelta(SparseDelta.load(paths["mood"]).tensors, whole).save(tmp_path)
+        with pytest.raises(SystemExit, match=text):
+            examples[0].main(["--base", BASE, "--delta", f"mood={tmp_path}"])
 
 
 @pytest.mark.parametrize("deltas", [["mood"], ["=mood"], ["mood=a", "mood=b"]])

@@ -27,7 +27,6 @@ VERSIONS = {  # that a follower reports
 
 
 def printed(module, *options):
-    """What the command of a module prints."""
     command = [sys.executable, "-m", module, *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -43,7 +42,7 @@ def test_its_follower_has_the_trainers_weights(name):
     assert all(0 < int(nbytes.replace(",", "")) < 30_000 for _, nbytes in reports)
 
 
-def test_a_folder_keeps_what_followers_need_and_no_more(tmp_path):
+def test_a_folder_keeps_what_followers_need_and_foreign_files_and_a_damaged_one_is_refused(tmp_path):
     run = Run("mlp")
     folder.publish(tmp_path, run.publisher.snapshot())
     follower = DeltaSubscriber(copy.deepcopy(run.base))
@@ -64,22 +63,14 @@ def test_a_folder_keeps_what_followers_need_and_no_more(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [folder.SNAPSHOT]
     next(following)
     assert (follower.version, follower.chain) == (2, again.publisher.snapshot().chain)
-
-
-def test_foreign_files_in_the_folder_stay_and_a_damaged_one_is_refused(tmp_path):
-    run = Run("mlp")
     foreign = [tmp_path / name for name in ("my-notes", f"{'0' * 32}-x", ".partial-old")]
     for path in foreign:
         path.touch()
-    folder.publish(tmp_path, run.publisher.snapshot())
-    follower = DeltaSubscriber(copy.deepcopy(run.base))
-    following = folder.follow(tmp_path, follower)
-    next(following)
-    run.updates(1)
-    (tmp_path / f"{follower.chain}-000001").touch()
+    again.updates(1)
+    (tmp_path / f"{follower.chain}-000003").touch()
     with pytest.raises(DeltaFormatError, match="this is no update that can be used"):
         next(following)
-    folder.publish(tmp_path, run.publisher.snapshot(), keep=0)
+    folder.publish(tmp_path, again.publisher.snapshot(), keep=0)
     assert sorted(tmp_path.iterdir()) == sorted([*foreign, tmp_path / folder.SNAPSHOT])
 
 

@@ -46,8 +46,7 @@ def test_another_dtype_cannot_be_checked_and_the_report_says_so(tmp_path):
         assert str(report) == (
             f"{delta.num_entries:,} entries in 41 tensors: names and shapes fit; the base has 41 tensors "
             "(`bert.embeddings.word_embeddings.weight`) in another dtype than the delta was trained on, or not "
-            "quantized as then, so the values "
-            "there cannot be checked."
+            "quantized as then, so the values there cannot be checked."
         )
 
 
@@ -64,6 +63,5 @@ def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):
     model = gpt2()
     delta = make_delta(model)
     delta.tensors["lm_head.weight"] = delta.tensors["transformer.wte.weight"]
-    message = r"`transformer.wte.weight` and `lm_head.weight` are one tensor in this checkpoint"
-    with pytest.raises(BaseMismatchError, match=message):
+    with pytest.raises(BaseMismatchError, match=r"wte.weight` and `lm_head.weight` are one tensor in this checkpoint"):
         delta.check(save(model, tmp_path))

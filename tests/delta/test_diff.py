@@ -77,12 +77,14 @@ def test_checkpoints_are_as_good_as_models(tmp_path, which, budget):
     assert diff(*pair, budget) == diff(base, tuned, budget)
 
 
-def test_what_only_the_tuned_model_has_is_stored_whole_and_what_only_the_base_has_is_left_out():
+def test_what_only_the_tuned_model_has_is_stored_whole_and_what_only_the_base_has_is_left_out(tmp_path):
     base = nn.ModuleDict({"body": nn.Linear(3, 3), "old_head": nn.Linear(3, 1)})
     tuned = nn.ModuleDict({"body": nn.Linear(3, 3), "new_head": nn.Linear(3, 2)})
     delta = diff(base, tuned)
     assert set(delta.whole) == {"new_head.weight", "new_head.bias"}
     assert set(delta.tensors) == {"body.weight", "body.bias"}
+    with pytest.raises(BaseMismatchError, match=r"the base has none of the tuned model's tensors \(`x.0.weight`\)"):
+        diff(on_disk(make_base(), tmp_path / "base"), nn.ModuleDict({"x": make_base()}))
 
 
 def tied():
@@ -132,11 +134,6 @@ def test_adapters_that_are_not_merged_are_named():
     assert set(diff(base, adapted.merge_and_unload()).tensors) == {"0.weight"}
 
 
-def test_models_without_a_tensor_in_common_are_refused(tmp_path):
-    with pytest.raises(BaseMismatchError, match=r"the base has none of the tuned model's tensors \(`x.0.weight`\)"):
-        diff(on_disk(make_base(), tmp_path / "base"), nn.ModuleDict({"x": make_base()}))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -154,12 +151,9 @@ def test_models_that_have_no_difference_are_refused(change, message):
     change(tuned)
     with pytest.raises(SparsifyError, match=message):
         diff(base, tuned)
-
-
-@pytest.mark.parametrize("budget", [0, -1, True, 2.5])
-def test_a_budget_is_a_positive_number_of_entries(budget):
-    with pytest.raises(SparsifyError, match="expected a number of entries, at least 1"):
-        diff(make_base(), make_base(seed=1), budget)
+    for budget in (0, -1, True, 2.5):
+        with pytest.raises(SparsifyError, match="expected a number of entries, at least 1"):
+            diff(base, make_base(seed=1), budget)
 
 
 @fuses_at_load

@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,6 @@ from delta_bytes import edited, join, rewritten, set_in, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.common.raw_bits import digest
 from sparsify.delta import entries as sparsify_entries
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import TensorDelta, decode_indices, encode_indices
@@ -37,7 +39,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def good(path):
-    """The bytes of a file with two sparse tensors and one whole."""
     tensors = {"a": entries(), "b.values": entries((0, 2), (3.0, 4.0), (3,), "add", torch.float32)}
     write(path, tensors, {"head.weight": torch.tensor([[1.0, math.nan]])}, {"steps": 3})
     return path.read_bytes()
@@ -46,9 +47,6 @@ def good(path):
 def read_bytes(path, data):
     path.write_bytes(data)
     return read(path)
-
-
-# Encodings
 
 
 def positions_from(gaps):
@@ -88,37 +86,6 @@ def test_a_gap_stream_is_decoded_alike_whatever_the_chunks(gaps, chunk):
         assert torch.equal(decode_indices(stored, len(gaps)), positions_from(gaps))
 
 
-# Valid files
-
-
-def test_parameters_may_be_named_like_the_files_own_keys(path):
-    tensors = {"x": entries(), "x.values": entries((0,), (9.0,))}
-    whole = {"x.indices": torch.zeros(2), "x.whole": torch.ones(1), "__metadata__": torch.ones(3)}
-    write(path, tensors, whole, {})
-    result = read(path)
-    assert list(result.tensors) == list(tensors)
-    assert result.tensors["x.values"].values.tolist() == [9.0]
-    assert {name: tensor.tolist() for name, tensor in result.whole.items()} == {n: t.tolist() for n, t in whole.items()}
-
-
-def test_whole_tensors_come_back_bit_for_bit_whatever_their_layout(path):
-    whole = {
-        "transposed": torch.arange(6.0).reshape(2, 3).t(),
-        "nan": torch.tensor([math.nan, -0.0, math.inf]),
-        "scalar": torch.tensor(3, dtype=torch.int64),
-        "empty": torch.zeros(0, 4),
-        "bool": torch.tensor([True, False]),
-    }
-    whole["shared"] = whole["nan"][1:]
-    write(path, {}, whole, {})
-    for name, tensor in read(path).whole.items():
-        assert (tensor.shape, tensor.dtype) == (whole[name].shape, whole[name].dtype)
-        assert digest(tensor) == digest(whole[name])
-
-
-# The payload's hash
-
-
 def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
     payload_start = len(good) - len(split(good)[1])
     for at in range(payload_start, len(good)):
@@ -126,9 +93,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
         damaged[at] ^= 1 << at % 8
         with pytest.raises(DeltaFormatError, match=r"its payload does not have the SHA-256 that its metadata records"):
             read_bytes(path, bytes(damaged))
-
-
-# Writing
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, good, monkeypatch):
@@ -151,25 +115,33 @@ def test_files_get_the_usual_permissions(path, good):
 LISTS = {"log": [[]] * 50_000}
 
 
+def nested(depth):
+    return [nested(depth - 1)] if depth > 1 else []
+
+
+ENDLESS = {}
+ENDLESS["a"] = ENDLESS
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("whole", "config", "message"),
     [
-        ({"a": {1, 2}}, "config does not go into JSON"),
-        ({"a": math.nan}, "config does not go into JSON"),
-        ({1: "x", "1": "y"}, "a key twice"),
-        (LISTS, "open more objects and lists than a reader accepts"),
+        ((), {"a": {1, 2}}, "config does not go into JSON"),
+        ((), {"a": math.nan}, "config does not go into JSON"),
+        ((), {1: "x", "1": "y"}, "a key twice"),
+        ((), LISTS, "open more objects and lists than a reader accepts"),
+        ((), {"a": nested(63)}, "more than 64 deep in each other"),
+        ((), ENDLESS, "into JSON"),
+        ((), {"note": "x" * 2000}, r"header takes 2,.* bytes, more than the 1,500 that a reader accepts"),
+        *(([name], {}, "a tensor's name is") for name in ("\ud800", "a\nb", "n" * 1001, "\x9b")),
+        (["a"], {}, "tensor `a` is there twice"),
     ],
+    ids=range(12),
 )
-def test_a_config_that_could_not_be_read_is_not_written(path, config, message):
+def test_what_a_reader_refuses_is_not_written(path, monkeypatch, whole, config, message):
+    monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 1_500)
     with pytest.raises(SparsifyError, match=message):
-        write(path, {}, {}, config)
-    assert not path.exists()
-
-
-def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
-    monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 500)
-    with pytest.raises(SparsifyError, match=r"header takes 1,.* bytes, more than the 500 that a reader accepts"):
-        write(path, {}, {}, {"note": "x" * 1000})
+        write(path, {"a": entries()}, {name: torch.zeros(1) for name in whole}, config)
     assert not path.exists()
 
 
@@ -188,9 +160,6 @@ def test_a_header_that_no_reader_accepts_is_not_written(path, monkeypatch):
 def test_entries_that_make_no_sense_cannot_be_built(change, message):
     with pytest.raises(SparsifyError, match=message):
         entries(**change)
-
-
-# Damaged files
 
 
 @pytest.mark.parametrize(
@@ -226,10 +195,6 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
         for refuses in (read, delta_format.payload_hash):
             with pytest.raises(DeltaFormatError, match="is no regular file, so it is not read: copy what it gives"):
                 refuses(path)
-
-
-def nested(depth):
-    return [nested(depth - 1)] if depth > 1 else []
 
 
 @pytest.mark.parametrize(
@@ -279,10 +244,10 @@ def test_metadata_that_is_wrong_is_refused_by_name(path, good, change, message):
         read_bytes(path, edited(good, change))
 
 
-def test_the_largest_integer_that_a_float_holds_is_read_exactly(path):
-    largest = int(sys.float_info.max)
-    write(path, {}, {}, {"a": largest, "b": 2**53 + 1})
-    assert read(path).config == {"a": largest, "b": 2**53 + 1}
+def test_a_config_at_the_limits_is_read_exactly(path):
+    config = {"a": int(sys.float_info.max), "b": 2**53 + 1, "c": nested(62)}
+    write(path, {}, {}, config)
+    assert read(path).config == config
 
 
 @pytest.mark.parametrize(("before", "after"), [(b" ", b""), (b"\n", b""), (b"", b"\n")])
@@ -310,30 +275,6 @@ def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000
         assert caught.value.__suppress_context__  # a traceback does not show the library's own words
-
-
-def test_a_config_is_as_deep_as_is_allowed(path):
-    write(path, {}, {}, {"a": nested(62)})
-    assert read(path).config == {"a": nested(62)}
-    endless = {}
-    endless["a"] = endless
-    for config, message in (({"a": nested(63)}, "more than 64 deep in each other"), (endless, "into JSON")):
-        with pytest.raises(SparsifyError, match=message):
-            write(path, {}, {}, config)
-
-
-@pytest.mark.parametrize("name", ["\ud800", "a\nb", "n" * 1001, "\x9b", "a"])
-def test_names_that_a_reader_refuses_are_not_written(path, name):
-    with pytest.raises(SparsifyError, match=r"a tensor's name is|tensor `a` is there twice"):
-        write(path, {"a": entries()}, {name: torch.zeros(1)}, {})
-    assert not path.exists()
-
-
-def test_names_are_not_paths_and_any_script_will_do(tmp_path, path):
-    names = ["../../outside", "/etc/x", "C:\\x", "слой.вес", "层.😀", "a b", "CON", "~", "%s{}"]
-    write(path, {}, {name: torch.zeros(1) for name in names}, {})
-    assert list(read(path).whole) == names
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("shape", ["[0,9223372036854775808]", "[0,18446744073709551615]"])
@@ -383,3 +324,47 @@ def test_a_file_cut_short_anywhere_or_with_more_at_its_end_is_refused(path, good
             read_bytes(path, good[:length])
     with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
         read_bytes(path, good + b"\0")
+
+
+# dies at one call of a function of the os module
+DIES_AT = """
+import os, signal, sys
+from test_format import version
+delta = version(1)
+setattr(os, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+delta.save(sys.argv[1])
+"""
+
+
+def version(number):
+    return SparseDelta({}, {"w": torch.full((200_000,), float(number))}, {"version": number})
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_writer_killed_before_the_rename_leaves_the_old_file_whole(tmp_path, where):
+    version(0).save(tmp_path)
+    names = [path.name for path in tmp_path.iterdir()]
+    before = (tmp_path / delta_format.FILE_NAME).read_bytes()
+    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    writer = subprocess.run([sys.executable, "-c", DIES_AT, tmp_path, where], env=environment, timeout=120)
+    assert writer.returncode == -signal.SIGKILL
+    assert (tmp_path / delta_format.FILE_NAME).read_bytes() == before
+    (leftover,) = [path.name for path in tmp_path.iterdir() if path.name not in names]  # so it was at work
+    assert leftover.startswith(f".{delta_format.FILE_NAME}.")
+    version(2).save(tmp_path)
+    assert SparseDelta.load(tmp_path) == version(2)
+    assert len(list(tmp_path.iterdir())) == len(names) + 1
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
+    for number in (0, 1):
+        version(number).save(tmp_path / str(number))
+
+    def replace(header, parse=delta_format.parse):
+        os.replace(tmp_path / "1" / delta_format.FILE_NAME, tmp_path / "0" / delta_format.FILE_NAME)
+        return parse(header)
+
+    monkeypatch.setattr(delta_format, "parse", replace)
+    assert SparseDelta.load(tmp_path / "0") == version(0)
+    assert not (tmp_path / "1" / delta_format.FILE_NAME).exists()

@@ -41,7 +41,6 @@ def hub():
 
 
 def make_delta(value=2.0, base=BASE):
-    """One entry of one tensor."""
     values, base_sha256 = torch.tensor([value]), digest(torch.zeros(1))
     entry = TensorDelta(torch.tensor([3]), values, (2, 4), torch.float32, "replace", base_sha256)
     strategy = {"importance": {"name": "d3", "exp": 2, "eps": 1}, "selection": {"name": "increment"}}
@@ -51,7 +50,6 @@ def make_delta(value=2.0, base=BASE):
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Runs blocks of code in a process that has this hub for the hub; gives what it prints."""
     make_delta().save(tmp_path / "first")
     make_delta(value=7.0).save(tmp_path / "second")
     make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")
@@ -179,17 +177,13 @@ def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
         r"EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main': give a",
         r"LocalEntryNotFoundError - `a/cached` .*: it is not in the local cache, and .*: get online and try again",
     ]
-    assert len(printed) == len(expected)
     for line, pattern in zip(printed, expected, strict=True):
         assert re.match(rf"SparsifyError from \w*{pattern}", line), line
 
 
-def test_offline_mode_is_said_to_be_the_reason(hub, client):
+def test_offline_mode_or_a_lack_of_rights_is_said_to_be_the_reason(hub, client):
     assert "unset HF_HUB_OFFLINE and try again" in client(load(REPO), HF_HUB_OFFLINE="1")
     assert hub.requests == []
-
-
-def test_a_push_that_may_not_be_says_so_and_changes_nothing(hub, client):
     hub.repos["a/theirs"] = Repo()
     printed = client('first.push_to_hub("a/theirs", token="hf_reader")')
     assert "if it is a matter of rights, log in with" in printed

@@ -37,7 +37,6 @@ def out(tmp_path):
 
 @pytest.fixture
 def nothing_written(base, tmp_path):
-    """Fails the test if there is anything but the base in the end."""
     yield
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -83,8 +82,7 @@ def test_both_stored_copies_of_a_tied_tensor_are_changed(tmp_path, out):
 
 @needs_transformers_5("4 ties whatever the config ties")
 def test_a_tensor_that_is_tied_no_more_is_left_alone(tmp_path, out):
-    """The config ties them, but the stored ones differ in the last entry: `from_pretrained` does not tie such."""
-    tensors = with_two_copies(tmp_path / "base", change=1.0)
+    tensors = with_two_copies(tmp_path / "base", change=1.0)  # `from_pretrained` does not tie those that differ
     model = load(gpt2(), tmp_path / "base")
     assert model.lm_head.weight is not model.transformer.wte.weight
     name = "transformer.wte.weight"
@@ -180,7 +178,6 @@ def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
 @needs_limits
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels", "vocab_size"])
 def test_a_config_of_a_billion_layers_is_not_built(model, tmp_path, out, key):
-    """What has the same name in the files needs no model."""
     base = save(model, tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, key: 10**9}))
@@ -206,19 +203,17 @@ def test_what_describes_the_model_comes_along_and_nothing_else(model, tmp_path, 
 
 
 def test_links_to_files_are_followed_and_links_to_folders_and_pipes_left_out(model, base, tmp_path, out):
-    """As a download's cache has them; an untrusted folder may link to itself, or to the whole disk."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("mine")
-    source = tmp_path / "downloaded"
+    source = tmp_path / "downloaded"  # a download's cache has links
     (source / "extra").mkdir(parents=True)
-    for path in base.iterdir():
-        (source / path.name).symlink_to(path)
     (source / "extra" / "kept.json").write_text("{}")
-    (source / "extra" / "back").symlink_to("..")
-    (source / "extra" / "nowhere").symlink_to("nothing")
-    (source / "secret").symlink_to(tmp_path / "secret")
-    os.mkfifo(source / "extra" / "pipe")
-    os.mkfifo(source / "pipe")
+    links = {path.name: path for path in base.iterdir()}
+    links |= {"extra/back": "..", "extra/nowhere": "nothing", "secret": tmp_path / "secret"}
+    for name, target in links.items():
+        (source / name).symlink_to(target)
+    for name in ("pipe", "extra/pipe"):
+        os.mkfifo(source / name)
     make_delta(model).merge(source, out)
     assert files(out).keys() == files(base).keys() | {"extra/kept.json"}
     assert not any(path.is_symlink() for path in out.iterdir())
@@ -273,10 +268,7 @@ def test_folders_that_cannot_be_used_are_refused(model, base, tmp_path, folders,
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     with pytest.raises(SparsifyError, match=match):
         make_delta(model).merge(*(tmp_path / folder for folder in folders))
+    with pytest.raises(SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the mo"):
+        make_delta(model).merge(model, tmp_path / "merged")
     assert files(tmp_path / "taken") == {"notes.txt": b"mine"}
     assert not (tmp_path / "merged").exists()
-
-
-def test_a_model_is_no_base(model, out):
-    with pytest.raises(SparsifyError, match=r"`merge` works on files, and got a BertFor.*`apply` the delta to the mo"):
-        make_delta(model).merge(model, out)

@@ -15,17 +15,13 @@ PROPERTY = settings(max_examples=40)
 
 
 def dense(base, delta):
-    """The change of the whole model as one vector, and where there is one."""
     before = torch.nn.utils.parameters_to_vector(base.parameters()).detach()
     with delta.applied(base):
         change = torch.nn.utils.parameters_to_vector(base.parameters()).detach() - before
-    mask = torch.zeros(before.numel(), dtype=torch.bool)
-    start = 0
-    for name, parameter in base.named_parameters():
-        if name in delta.tensors:
-            mask[start + delta.tensors[name].indices] = True
-        start += parameter.numel()
-    return change, mask
+    masks = {name: torch.zeros(parameter.numel(), dtype=torch.bool) for name, parameter in base.named_parameters()}
+    for name, part in delta.tensors.items():
+        masks[name][part.indices] = True
+    return change, torch.cat([*masks.values()])
 
 
 @PROPERTY
@@ -40,19 +36,14 @@ def test_counts_and_cosine_are_those_of_the_dense_changes(seed, share):
     assert found.union == int((in_a | in_b).sum())
     assert found.jaccard == pytest.approx(found.shared / found.union)
     assert found.opposed == int((left * right < 0)[both].sum())
-    if found.shared:
-        expected = torch.nn.functional.cosine_similarity(left[both], right[both], dim=0)
-        assert found.cosine == pytest.approx(float(expected))
-    else:
-        assert math.isnan(found.cosine)
+    expected = torch.nn.functional.cosine_similarity(left[both], right[both], dim=0) if found.shared else math.nan
+    assert found.cosine == pytest.approx(float(expected), nan_ok=True)
 
 
 def test_without_a_base_only_places_are_compared():
     base = make_base()
     found = overlap(task(base, 1), task(base, 1))
-    assert found.jaccard == 1.0
-    assert found.cosine is None
-    assert found.opposed is None
+    assert (found.jaccard, found.cosine, found.opposed) == (1.0, None, None)
     assert str(found) == f"{found.shared} of {found.shared} entries shared (Jaccard 1.0000)"
 
 

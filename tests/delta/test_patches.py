@@ -1,8 +1,5 @@
 """Patches in a checkpoint's coordinates: put into its raw tensors and loaded, they are the model that `apply` makes."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from checkpoints import MODELS, bert, bits, dinov2, make_delta, mixtral, patched, save
@@ -43,24 +40,6 @@ def test_the_fields_are_those_of_vllm():
     dense = [patch.indices is None for patch in patches]
     assert dense == sorted(dense), "the sparse ones first, since an engine takes them in calls of their own"
     assert sum(dense) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vllms_own_loader_takes_the_patches(dtype):
-    """`pip install --no-deps vllm` is enough: of it, one file is loaded, which needs nothing but torch."""
-    if (found := importlib.util.find_spec("vllm")) is None:
-        pytest.skip("vllm is not installed")
-    file = Path(found.origin).parent / "model_executor" / "model_loader" / "checkpoint_weight_patch.py"
-    spec = importlib.util.spec_from_file_location("checkpoint_weight_patch", file)
-    vllm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(vllm)
-    model = bert().to(dtype)
-    delta, parameters = make_delta(model), dict(model.named_parameters())
-    model.load_weights = lambda weights: [parameters[name].data.copy_(weight) for name, weight in weights] and None
-    trained = bert().to(dtype)
-    trained.load_state_dict(model.state_dict())
-    vllm.load_checkpoint_weight_patches(model, [vllm.CheckpointWeightPatch(*patch) for patch in delta.patches()])
-    assert bits(model) == bits(delta.apply(trained))
 
 
 @fuses_at_load

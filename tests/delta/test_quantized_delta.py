@@ -19,7 +19,6 @@ ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def trained(scheme, seed=0, budget=BUDGET):
-    """A quantized base, its batches, its logits and those after training, and what training learned."""
     base, batches = quantized_build("llama", scheme)
     model = sparsify(copy.deepcopy(base), budget, steps=4, target_modules="all-linear")
     train(model, batches[4 * seed : 4 * seed + 4])
@@ -33,8 +32,8 @@ def logits(model, batch):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_delta_of_a_quantized_base_is_differences_and_says_how_the_base_was_quantized(scheme, tmp_path):
-    _, _, delta, _ = trained(scheme)
+def test_it_is_differences_that_go_onto_the_quantized_base_and_off_again(scheme, tmp_path):
+    base, model, delta, batch = trained(scheme)
     assert {part.kind for part in delta.tensors.values()} == {"add"}
     assert {part.values.dtype for part in delta.tensors.values()} == {torch.float32}
     library = "torchao" if scheme.startswith("torchao") else "bitsandbytes"
@@ -42,11 +41,6 @@ def test_a_delta_of_a_quantized_base_is_differences_and_says_how_the_base_was_qu
     assert delta.num_entries == BUDGET
     delta.save(tmp_path)
     assert SparseDelta.load(tmp_path) == delta
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_goes_onto_the_quantized_base_and_off_again(scheme):
-    base, model, delta, batch = trained(scheme)
     before, names = logits(base, batch), list(base.state_dict())
     delta.apply(base)
     torch.testing.assert_close(logits(base, batch), logits(model, batch), **ROUNDING)
@@ -136,16 +130,11 @@ def test_a_quantized_delta_is_copied_with_the_model_and_lets_gradients_through()
     torch.testing.assert_close(*losses, **ROUNDING)
 
 
-def test_a_base_with_a_delta_on_it_is_not_sparsified():
+def test_a_base_with_a_delta_on_it_is_not_sparsified_and_it_comes_off_after_bitsandbytes_has_repacked_the_base():
     base, _, delta, _ = trained("nf4")
     delta.apply(base)
     with pytest.raises(SparsifyError, match=r"has a delta applied to it; revert it before sparsify\(\)"):
         sparsify(base, 5, steps=1, target_modules="all-linear")
-
-
-def test_it_comes_off_after_bitsandbytes_has_repacked_the_base_for_evaluation():
-    base, _, delta, _ = trained("nf4")
-    delta.apply(base)
     for module in base.modules():
         if is_quantized(module._parameters.get("weight")):
             module.weight.quant_state.packing_format_for_cpu = True

@@ -12,11 +12,6 @@ from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.errors import SparsifyError
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return save(bert(), tmp_path / "base")
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("shape", [(2, 3), ()])
 def test_entries_of_any_dtype_are_taken_from_a_single_file(tmp_path, dtype, shape):
@@ -37,20 +32,14 @@ def test_pieces_in_several_dtypes_are_an_error(tmp_path):
         checkpoint.dtype(layout)
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(SparsifyError, match=r"holds no checkpoint: expected a folder with `model.safetensors`"):
         open_base(tmp_path)
-
-
-def test_a_path_that_is_not_there_may_be_a_name_on_the_hub():
     with pytest.raises(SparsifyError, match=r"`user/base` does not exist.*`hf download user/base` does"):
         open_base("user/base")
-
-
-def test_a_missing_shard_is_named(folder):
-    next(folder.glob("model-00002*")).unlink()
+    next(save(bert(), tmp_path / "base").glob("model-00002*")).unlink()
     with pytest.raises(SparsifyError, match=r"the shard 'model-00002-of-.*' that .* names is missing"):
-        Checkpoint(folder)
+        Checkpoint(tmp_path / "base")
 
 
 BROKEN_INDEXES = {
@@ -78,17 +67,15 @@ def test_a_broken_index_is_an_error(tmp_path, text, message):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"])
-def test_a_file_of_something_else_is_an_error(tmp_path, data):
-    (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(SparsifyError, match="is no safetensors file"):
-        Checkpoint(tmp_path)
-
-
-def test_a_tensor_in_two_shards_is_an_error(tmp_path):
-    for name in ("1.safetensors", "2.safetensors"):
-        save_file({"a": torch.ones(1)}, tmp_path / name)
+def test_files_of_something_else_and_a_tensor_in_two_shards_are_errors(tmp_path):
+    for data in (b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(SparsifyError, match="is no safetensors file"):
+            Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in index["weight_map"].values():
+        save_file({"a": torch.ones(1)}, tmp_path / name)
     with pytest.raises(SparsifyError, match=r"`a` is both in `1.safetensors` and in `2.safetensors`"):
         Checkpoint(tmp_path)

@@ -1,8 +1,4 @@
-"""The architectures that people fine-tune, each as a tiny model with random weights, and a batch for it.
-
-In: a name of ``ARCHITECTURES``. Out: a model and its batches. A step takes milliseconds. What is random in training
-(dropout, layer drop, time masking) is off.
-"""
+"""The architectures that people fine-tune, each as a tiny model with random weights and no dropout, and its batches."""
 
 import torch
 import transformers as hf
@@ -36,8 +32,6 @@ SPEECH = {
     "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
     "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
 }  # fmt: skip
-
-# -------------------------------------------------------------------------------------------- batches
 
 
 def tokens():
@@ -80,12 +74,7 @@ def text_with_images():
     return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": labels}
 
 
-# -------------------------------------------------------------------------------------------- models
-
-
 class ConvNet(nn.Module):
-    """The smallest net whose batch norms keep running statistics: buffers that training changes."""
-
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
@@ -223,7 +212,6 @@ ARCHITECTURES = {
 
 
 def build(name, dtype=torch.float64, batches=3, seed=0):
-    """A model in training mode whose parameters are all random, and its batches."""
     torch.manual_seed(seed)
     model_class, config_class, config, batch = ARCHITECTURES[name]
     model = model_class() if config_class is None else getattr(hf, model_class)(getattr(hf, config_class)(**config))

@@ -49,13 +49,11 @@ MODELS = {"bert": bert, "gpt2": gpt2, "mixtral": mixtral, "qwen2_moe": qwen2_moe
 
 
 def save(model, folder, shards=True):
-    """Saves as transformers does, in several files or in one."""
     model.save_pretrained(folder, max_shard_size="15KB" if shards else "1GB")
     return folder
 
 
 def tuned(model, every=3, seed=1):
-    """A copy of which some entries of every weight have changed."""
     torch.manual_seed(seed)
     result = copy.deepcopy(model)
     with torch.no_grad():
@@ -67,22 +65,18 @@ def tuned(model, every=3, seed=1):
 
 
 def make_delta(model, **options):
-    """A delta that changes some entries of every weight."""
     return SparseDelta.diff(model, tuned(model, **options), progress=False)
 
 
 def bits(model):
-    """Everything a model holds, by name and to the bit."""
     return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in named_tensors(model).items()}
 
 
 def files(folder):
-    """Everything a folder holds, to the byte."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def patched(folder, patches):
-    """Puts patches into the files of a checkpoint, as plainly as it can be done."""
     patches = list(patches)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

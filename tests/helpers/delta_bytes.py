@@ -8,7 +8,6 @@ import safetensors.torch
 
 
 def split(data):
-    """Header and payload of a safetensors file."""
     n_bytes = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + n_bytes]), data[8 + n_bytes :]
 
@@ -37,13 +36,10 @@ def rewritten(data, **replaced):
 
 
 def rehashed(data):
-    """The file with the hash of the payload that it has."""
     return edited(data, set_in("payload_sha256", to=hashlib.sha256(split(data)[1]).hexdigest()))
 
 
 def set_in(*keys, to):
-    """A change of the metadata: the value at the keys becomes ``to``."""
-
     def change(document):
         for key in keys[:-1]:
             document = document[key]

@@ -17,7 +17,6 @@ def make_base(dtype=torch.float32, seed=0):
 
 
 def fine_tuned(base, seed, share=0.3):
-    """A copy in which a random share of each parameter's entries has changed."""
     generator = torch.Generator().manual_seed(seed)
     tuned = copy.deepcopy(base)
     for parameter in tuned.parameters():
@@ -53,7 +52,6 @@ def with_recipes(delta, recipes):
 
 
 def lora_recipes(model):
-    """Recipes of a LoRA's matrices by plain name: A uniform, B zero."""
     return {
         plain_name(name): InitializerRecipe("uniform", parameter.shape[1] ** -0.5, 4)
         if "lora_A" in name
@@ -64,11 +62,9 @@ def lora_recipes(model):
 
 
 def bits(model):
-    """Everything a model holds, to the bit."""
     return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in model.state_dict().items()}
 
 
 def close(model, expected, tolerance):
-    """Fails unless the parameters are those of a state dict, up to rounding."""
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=tolerance, atol=tolerance)

@@ -1,9 +1,4 @@
-"""Counts the calls that would make the host wait for a GPU, on a machine that has none.
-
-Reading a number off a device, or asking for something whose size is known on the device only, takes the host until the
-device has done all its work. Such calls are seen here by their operators; those that need none for a tensor on the CPU,
-by their names.
-"""
+"""Counts the calls that would make the host wait for a GPU: by operator, or by name where a CPU's tensor needs none."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -20,8 +15,6 @@ METHODS = ("tolist", "cpu", "numpy")
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts the waits of a ``with`` block in ``counts``, by the name of the call."""
-
     def __init__(self):
         super().__init__()
         self.counts = Counter()

@@ -1,8 +1,7 @@
 """Delta files built to attack: a valid file is taken apart, changed, and put together with a payload hash that fits.
 
-Some attacks know nothing of the format and damage bytes or JSON; others use its grammar, and change keys, encodings,
-counts, shapes, names, recipes or config to values that are legal, nearly legal or absurd, in a file that is otherwise
-valid, so that they get past the first checks. ``fuzz_format.py`` sends them through the library.
+Some attacks damage bytes or JSON; others use the format's grammar, and change it to values that are legal, nearly legal
+or absurd, in a file that is otherwise valid, so that they get past the first checks.
 """
 
 import contextlib
@@ -68,8 +67,6 @@ PEFT_KEYS = """target_modules exclude_modules rank_pattern r layers_pattern laye
 
 
 class Parts:
-    """A delta file taken apart: header, metadata document and payload, each of which may be changed."""
-
     def __init__(self, data):
         self.data, (self.header, self.payload) = data, split(data)
         self.document = json.loads(self.header["__metadata__"]["sparse_delta"])
@@ -80,7 +77,6 @@ class Parts:
         return [key for key in self.header if key != "__metadata__"]
 
     def join(self, rehash=True):
-        """The file; the payload's hash is made to fit, unless it was itself attacked."""
         if rehash and self.document.get("payload_sha256") == self.stated:
             self.document["payload_sha256"] = hashlib.sha256(self.payload).hexdigest()
         if isinstance(self.header.get("__metadata__"), dict):
@@ -97,10 +93,6 @@ class Parts:
                 moved = len(data) - (end - begin)
                 self.header[other]["data_offsets"] = [low + moved, high + moved]
         self.header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
-
-
-def some_record(rng, parts):
-    return rng.choice(list(parts.document["tensors"].items()))
 
 
 def places(value, path=()):
@@ -122,19 +114,15 @@ def holder_and_key(rng, root):
 
 def attack_bytes(rng, parts, other):
     """Flipped, cut or appended bytes, or another length of the header."""
-    data, action = parts.join(), rng.randrange(4)
-    if action == 0:
-        data = bytearray(data)
-        for _ in range(rng.choice([1, 1, 3])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        return bytes(data)
-    if action == 1:
-        return data[: rng.randrange(len(data))]
-    if action == 2:
-        return data + rng.choice([b"\0", b"\0" * 4096, other.join(), rng.randbytes(rng.randrange(1, 64))])
+    data = parts.join()
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 3])):
+        changed[rng.randrange(len(data))] = rng.randrange(256)
+    more = rng.choice([b"\0", b"\0" * 4096, other.join(), rng.randbytes(rng.randrange(1, 64))])
     size = int.from_bytes(data[:8], "little")
     near = [0, 1, 2, size - 1, size + 1, size + 8, len(data), 2**25, 2**25 + 1, 2**31, 2**63, 2**64 - 1, 2**64 - 8]
-    return struct.pack("<Q", rng.choice(near)) + data[8:]
+    resized = struct.pack("<Q", rng.choice(near)) + data[8:]
+    return rng.choice([bytes(changed), data[: rng.randrange(len(data))], data + more, resized])
 
 
 def attack_payload(rng, parts, other):
@@ -146,7 +134,6 @@ def attack_payload(rng, parts, other):
 
 
 def attack_json(rng, parts, other):
-    """Replaces, removes, renames, repeats or moves parts of the metadata or of the header."""
     parts.join()
     for _ in range(rng.choice([1, 1, 2, 3])):
         holder, key = holder_and_key(rng, rng.choice([parts.document, parts.header]))
@@ -180,7 +167,6 @@ def attack_text(rng, parts, other):
 
 
 def attack_layout(rng, parts, other):
-    """Tensors that overlap, leave gaps or lie outside the payload; a part of one file in another."""
     first, second = rng.choice(parts.keys), rng.choice(parts.keys)
     begin, end = parts.header[second]["data_offsets"]
     action = rng.randrange(4)
@@ -200,8 +186,7 @@ def attack_layout(rng, parts, other):
 
 
 def attack_indices(rng, parts, other):
-    """A stream from an encoding's grammar: entries, escapes, and one thing that may be wrong."""
-    name, record = some_record(rng, parts)
+    name, record = rng.choice([*parts.document["tensors"].items()])
     numel = rng.choice([record["count"], 1000, 2**17, 2**40, 2**63 - 1])
     positions = sorted(rng.sample(range(min(numel, 2**20)), min(numel, record["count"])))
     if rng.random() < 0.4:
@@ -213,17 +198,10 @@ def attack_indices(rng, parts, other):
         escapes = min(max(gap, 0) // 65_535, 300)
         stream += [*[65_535] * escapes, gap % 65_535] if dtype == "U16" else [position]
         previous = position
-    wrong = rng.randrange(7)
-    if wrong == 0:
-        stream.append(top - 1)
-    elif wrong == 1:
-        stream.insert(0, top - 1)
-    elif wrong == 2:
-        rng.shuffle(stream)
-    elif wrong == 3:
-        stream += stream[-1:] * rng.choice([1, 65_536])
-    elif wrong == 4:
-        stream = [top - 1] * rng.choice([1000, 100_000]) + stream[-1:]
+    stream = rng.choice([
+        stream, stream, [*stream, top - 1], [top - 1, *stream], rng.sample(stream, len(stream)),
+        stream + stream[-1:] * rng.choice([1, 65_536]), [top - 1] * rng.choice([1000, 100_000]) + stream[-1:],
+    ])  # fmt: skip
     if rng.random() < 0.5:
         record["shape"] = [numel]
     numbers = [number % top for number in stream]
@@ -244,8 +222,7 @@ def attack_fields(rng, parts, other):
 
 
 def attack_values(rng, parts, other):
-    """Values of another dtype, some of which are no numbers or very large ones."""
-    name, record = some_record(rng, parts)
+    name, record = rng.choice([*parts.document["tensors"].items()])
     dtype, fill = rng.choice(list(DTYPES)), rng.choice([None, b"\xff", b"\x7f\x80", b"\x80\x7f", b"\x01\xfc", b"\x3f"])
     size = DTYPES[dtype] * min(record["count"], 5000)  # which may be attacked, too
     data = rng.randbytes(size) if fill is None else (fill * size)[:size]
@@ -254,24 +231,20 @@ def attack_values(rng, parts, other):
 
 
 def attack_names(rng, parts, other):
-    """Other names for tensors, in the metadata and in the keys; now and then one that is there already."""
     tensors, whole = parts.document["tensors"], parts.document["whole"]
     new = rng.choice([*NAMES, *whole, *tensors])
     if tensors and (not whole or rng.random() < 0.5):
-        old, record = some_record(rng, parts)
+        old, record = rng.choice([*tensors.items()])
         del tensors[old]
-        tensors[new] = record
-        roles = ("indices", "values")
+        tensors[new], roles = record, ("indices", "values")
     else:
-        old = whole.pop(rng.randrange(len(whole)))
+        old, roles = whole.pop(rng.randrange(len(whole))), ("whole",)
         whole.append(new)
-        roles = ("whole",)
     for role in roles:
         parts.header[f"{new}.{role}"] = parts.header.pop(f"{old}.{role}")
 
 
 def attack_dense(rng, parts, other):
-    """More dense tensors, of any dtype and shape, under the base's names and others."""
     for name in rng.sample(NAMES, rng.choice([1, 1, 2])):
         dtype, shape = rng.choice(list(DTYPES)), rng.choice([*SHAPES, [3, 16], [3]])
         sizes = shape if all(type(size) is int and size >= 0 for size in shape) else [0]
@@ -283,7 +256,6 @@ def attack_dense(rng, parts, other):
 
 
 def attack_limits(rng, parts, other):
-    """Much structure in few bytes, and a config at the limits of depth, size, numbers and strings."""
     deep = rng.choice([3, "a", [], {}, None])
     for _ in range(rng.choice([60, 61, 62, 63, 64, 200, 900])):
         deep = [deep] if rng.random() < 0.5 else {"a": deep}

@@ -2,11 +2,9 @@
 
     python tests/helpers/fuzz_format.py --number 10000 --seed 0
 
-Deltas of a small BERT (of entries and a head, differences, LoRA, drawn tensors, adapters), changed by the attacks of
-``fuzz_attacks.py``, are loaded; those that load go through every other target below, each time within a limit of memory
-and of time. The promise: each ends well or in a ``SparsifyError`` with a printable message, a delta that loads is the
-same after it is saved and loaded again, and a model or folder that is not to change is as before. Exit status 1 and the
-numbers of the files that break it otherwise; ``--first NUMBER --number 1`` tries one of them again.
+Deltas of a small BERT, changed by the attacks of ``fuzz_attacks.py``, are loaded; those that load go through the other
+targets, within limits of memory and time. The exit status is 1 unless each ends well or in a ``SparsifyError``;
+``--first NUMBER --number 1`` tries one file again.
 """
 
 import contextlib
@@ -31,8 +29,12 @@ from sparsify.adapters import add_adapters
 from sparsify.cli.commands import info, verify
 
 
+def make_base():
+    torch.manual_seed(0)
+    return bert()[0].eval()
+
+
 def make_world(folder):
-    """A folder for the files, and a base as a checkpoint and as a model, with its bits."""
     model = make_base()
     world = SimpleNamespace(folder=folder / "files", base=folder / "base", model=model, untouched=bits(model))
     world.folder.mkdir()
@@ -45,8 +47,7 @@ def make_world(folder):
 
 def try_load(path, world):
     delta = SparseDelta.load(path)
-    again = world.folder / "again.safetensors"
-    delta.save(again)
+    delta.save(again := world.folder / "again.safetensors")
     if (found := SparseDelta.load(again)) != delta or found.config != delta.config:
         raise AssertionError("saved and loaded again, the delta is another")
 
@@ -97,16 +98,7 @@ SLOW = {"merge": try_merge, "load_model": try_load_model}  # these load the base
 TARGETS = QUICK | SLOW
 
 
-# Files
-
-
-def make_base():
-    torch.manual_seed(0)
-    return bert()[0].eval()
-
-
 def valid_files(folder):
-    """Deltas of the base: of entries and a head, of differences, in bfloat16, of LoRAs, and of adapters."""
     base, tuned = make_base(), make_base()
     generator = torch.Generator().manual_seed(1)
     for parameter in tuned.bert.encoder.layer[0].parameters():
@@ -131,9 +123,6 @@ def valid_files(folder):
     return [file.read_bytes() for file in sorted(folder.glob("valid-*"))]
 
 
-# Files through targets
-
-
 def try_file(path, number, world):
     """The names of the targets that end well; one file in five of each kind of attack goes through the slow ones."""
     outcome = examine(path, QUICK, world)
@@ -143,8 +132,7 @@ def try_file(path, number, world):
     return slow if slow.startswith("BROKEN") else f"{outcome} {slow}"
 
 
-def fuzz(files, seed, first=0):
-    """Tries that many files: how often which targets ended well, by kind of attack, and the failures."""
+def fuzz(number, seed, first=0):
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread's arena is address space, too
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder))
@@ -160,8 +148,8 @@ def fuzz(files, seed, first=0):
             shutil.rmtree(world.folder / "merged", ignore_errors=True)  # of one that was killed
             return kind, outcome
 
-        return count(attempt, range(first, first + files))
+        return count(attempt, range(first, first + number))
 
 
 if __name__ == "__main__":
-    main(fuzz, __doc__, TARGETS)
+    main(fuzz, __doc__)

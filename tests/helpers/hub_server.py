@@ -1,7 +1,6 @@
-"""A small hub on loopback: those endpoints of the Hugging Face Hub that its client uses to push and to load.
+"""A small hub on loopback, in memory: those endpoints of the Hugging Face Hub that its client uses to push and to load.
 
-Repositories are kept in memory: commits are dicts of files, branches are names of commits. All files are sent within
-the commit. The client is huggingface_hub itself, in a process of its own with ``HF_ENDPOINT`` set.
+The client is huggingface_hub itself, in a process of its own with ``HF_ENDPOINT`` set.
 """
 
 import base64
@@ -32,7 +31,6 @@ class Repo:
         self.commit("main", {}, "initial commit")
 
     def commit(self, branch, files, message):
-        """A commit of files in addition to those already there; its id."""
         tree = {**self.files(branch), **files}
         oid = hashlib.sha1(f"{len(self.commits)}{sorted(tree)}{message}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = tree, oid
@@ -47,8 +45,6 @@ class Repo:
 
 
 class RefusalError(Exception):
-    """An answer that is an error, with the hub's code for it."""
-
     def __init__(self, status, code=None, **headers):
         self.status, self.headers = status, headers
         if code:
@@ -92,7 +88,6 @@ class Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def repo(self, repo_id, revision="main", *, write=False):
-        """The repository and the commit; raises where it is not there, or not for this client."""
         repo = self.server.hub.repos.get(repo_id)
         if repo is None or (repo.private and not self.is_owner):
             raise RefusalError(404 if self.is_owner else 401, "RepoNotFound")
@@ -166,7 +161,6 @@ ROUTES = [
 
 
 def client_environment(hub, home, token=TOKEN):
-    """The environment of a process that has this hub for the hub."""
     inherited = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
     return {
         **inherited, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token,

@@ -15,13 +15,7 @@ needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="needs fork an
 
 
 def within_limits(function, megabytes=500, seconds=30):
-    """Calls a function in a fork of this process; returns its text, if it returns one, or raises what it raised.
-
-    Args:
-        function: other results are dropped.
-        megabytes: of address space that it may take on top of what this process has.
-        seconds: until it is killed.
-    """
+    """Calls a function in a fork, with so much more memory; returns its text, if any, or raises what it raised."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of newer versions of Python: this process has threads
@@ -43,7 +37,6 @@ def within_limits(function, megabytes=500, seconds=30):
 
 
 def _outcome(function, megabytes):
-    """The text that the function returns, or the error that it raises, small enough for a pipe."""
     try:
         torch.set_num_threads(1)  # the threads of a pool are not there in a fork
         with open("/proc/self/statm") as file:

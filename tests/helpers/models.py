@@ -39,7 +39,6 @@ def next_tokens():
 
 
 def transformer(name, batch, **sizes):
-    """One of ``architectures``, in other sizes."""
     import transformers  # here, since the MLP needs none
     from architectures import ARCHITECTURES
 
@@ -56,7 +55,6 @@ ARCHITECTURES = {"mlp": mlp, "bert": bert, "gpt2": gpt2, "t5": t5, "llama": llam
 
 
 def build(name, seed=0, dtype=torch.float32):
-    """A model in training mode and a list of twelve batches."""
     torch.manual_seed(seed)
     model, batch = ARCHITECTURES[name]()
     batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()} for _ in range(12)]
@@ -69,13 +67,11 @@ def loss_of(model, batch):
 
 
 def train(model, batches, lr=0.01, optimizer=None):
-    """One step of AdamW, or of a given optimizer, for each batch; the model itself."""
     run_steps(model, batches, optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr))
     return model
 
 
 def run_steps(model, batches, optimizer=None):
-    """A step, of AdamW by default, for each batch; the losses and the optimizer."""
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
     losses = []
@@ -89,7 +85,6 @@ def run_steps(model, batches, optimizer=None):
 
 
 def descend(model, inputs, lr=0.1):
-    """A step of SGD for each input, down the mean of the model's squared outputs; the model itself."""
     optimizer = torch.optim.SGD([model.sparse_values], lr=lr)
     for x in inputs:
         optimizer.zero_grad()

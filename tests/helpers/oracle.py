@@ -1,7 +1,4 @@
-"""The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient kept.
-
-It trains a plain model. What the library does sparsely has to give the same losses, unmasked sets and weights.
-"""
+"""The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient of a plain model kept."""
 
 import math
 
@@ -53,16 +50,14 @@ class DenseOracle:
         self.step_number = 0
 
     def step(self, loss):
-        """One optimizer step from the loss of one batch."""
         self.optimizer.zero_grad()
         loss.backward()
+        is_due = self.step_number % self.schedule.get("every", 1) == 0
         if self.repeat:
             for mask in self.masks.values():
                 mask.fill_(False)
             self.unmask(self.budget)
-        elif (
-            not self.static and self.step_number < self.steps and self.step_number % self.schedule.get("every", 1) == 0
-        ):
+        elif not self.static and self.step_number < self.steps and is_due:
             self.unmask(cumulative_target(self.step_number, self.steps, self.budget, **self.schedule))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
@@ -99,7 +94,6 @@ def padding_rows(model):
 
 
 def unmasked_sets(model):
-    """The library's unmasked sets, in the oracle's terms."""
     from sparsify import get_engine
 
     return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_engine(model).tensors}

@@ -16,8 +16,6 @@ LLAMA = ["q_proj", "v_proj", "down_proj"]
 
 
 class Attention(nn.Module):
-    """PyTorch's own attention, whose projections are read and never called."""
-
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(6, 8)
@@ -31,8 +29,6 @@ class Attention(nn.Module):
 
 
 class Shapes(nn.Module):
-    """The layers that no small language model has: convolutions of every kind, GPT-2's linear layer, a norm."""
-
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(12, 6, padding_idx=0)
@@ -60,7 +56,6 @@ def lora(**options):
 
 
 def on(base, config, **options):
-    """A tuner on BERT's attention, or on that of another base."""
     return base, lambda: getattr(peft, config)(**{"target_modules": ATTENTION, **options})
 
 
@@ -87,7 +82,6 @@ def saved_names(model):
 
 
 def base_of(name, dtype=torch.float64):
-    """The base model of an adapter, the same at each call, and its batches."""
     torch.manual_seed(0)
     base, _ = ADAPTERS.get(name) or name
     if base in OWN_MODELS:
@@ -97,10 +91,7 @@ def base_of(name, dtype=torch.float64):
 
 
 def adapted(name, *others, dtype=torch.float64, random=True):
-    """A model with an adapter and as many others as are named, all trainable and, if ``random``, drawn at random.
-
-    The name is one of ``ADAPTERS``, or a pair such as its values: the name of a base model, and what gives a config.
-    """
+    """A model with an adapter, one of ``ADAPTERS`` or a pair such as its values, and with others of its kind."""
     model, batches = base_of(name, torch.float32)  # some adapters' first values are computed in no other dtype
     _, config = ADAPTERS.get(name) or name
     model = get_peft_model(model, config(), autocast_adapter_dtype=False)
@@ -125,10 +116,7 @@ def outputs(model, batch):
 
 
 class AdapterTwins(Twins):
-    """Two models with an adapter, and ``others`` of its kind: the oracle trains one densely, the library the other.
-
-    A strategy but ``"id3"`` is static. With ``random`` all that is trainable is drawn at random first.
-    """
+    """Two models with adapters: the oracle trains one densely, the library the other, by "id3" or a static strategy."""
 
     def __init__(self, name, *others, strategy="id3", make_optimizer=sgd, steps=STEPS, random=True):
         (dense, batches), (sparse, _) = (adapted(name, *others, random=random) for _ in range(2))
@@ -142,17 +130,14 @@ class AdapterTwins(Twins):
         self.batches = batches
 
     def do(self, action):
-        """Does the same to both, and returns the results."""
         return [action(model) for model in (self.dense, self.sparse)]
 
     def train(self, steps=2):
-        """Makes optimizer steps, on batch after batch, and compares the outputs."""
         first = self.oracle.step_number
         super().train([self.batches[step % len(self.batches)] for step in range(first, first + steps)])
         self.check()
 
     def check(self):
-        """Compares outputs and weights; the outputs."""
         dense, sparse = self.do(lambda model: outputs(model, self.batches[0]))
         self.assert_close(sparse, dense)
         self.check_weights()

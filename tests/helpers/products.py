@@ -31,7 +31,6 @@ KINDS = {
 
 
 def seeded(seed):
-    """A generator of numbers on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -44,7 +43,6 @@ def factors(kind, tokens, rows, cols, dtype=torch.float32, seed=0):
 
 
 def exact(left, right):
-    """The product (rows, cols) in float64."""
     return left.double().t() @ right.double()
 
 

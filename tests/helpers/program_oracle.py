@@ -32,11 +32,8 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a
 class Dense:
     """The paper's algorithm with every gradient kept, over all candidates as one flat vector (N,).
 
-    Attributes:
-        mask: the entries that the step in progress trains.
-        touched: those that were ever trained; all others are the base's.
-        gradient: the sum of the passes so far at ``mask``; ``None`` before the first.
-        selected: whether the step in progress has its entries: the first pass chooses them, all of them train them.
+    The step in progress trains ``mask``, which its first pass selects, by ``gradient``, the sum of its passes so far;
+    ``touched`` are the entries that were ever trained.
     """
 
     def __init__(self, program):
@@ -67,7 +64,6 @@ class Dense:
         return torch.cat([mask.reshape(-1) for mask in masks.values()])
 
     def split(self, flat):
-        """A vector (N,) by the parameters' names."""
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         return {name: part.view_as(p) for name, p, part in zip(self.names, self.parameters, parts, strict=True)}
 
@@ -85,7 +81,6 @@ class Dense:
 
     @staticmethod
     def _best(scores, candidates, number):
-        """Positions of the best: by score, then by place."""
         order = scores.masked_fill(~candidates, -torch.inf).argsort(descending=True, stable=True)
         return order[: min(number, int(candidates.sum()))]
 
@@ -137,7 +132,6 @@ class Dense:
         assert spread > 0 or self.program.dtype != torch.float64, f"ties in another order: {taken.nonzero().tolist()}"
 
     def step(self, scale, clip):
-        """One optimizer step with the gradient divided by ``scale``, unless it overflowed."""
         if self.gradient is None:
             return
         if self.finite:

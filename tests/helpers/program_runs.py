@@ -44,7 +44,6 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=program.scaled)
 
     def sparsified(self):
-        """The pretrained model, sparsified."""
         program, dense = self.program, self.dense
         if program.selection == "given":
             budget, strategy = None, dense.split(dense.mask)
@@ -53,10 +52,7 @@ class Run:
             budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
         return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
 
-    # -------------------------------------------------------------------------------- actions
-
     def sparsify(self):
-        """The beginning."""
         self.sparse = self.sparsified()
         self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
         self.compare_choice()
@@ -79,8 +75,6 @@ class Run:
             self.passes(two)
 
     def losses(self, batch, overflow=None):
-        """The losses of both sides, equal, and scaled."""
-
         def probe(place, hidden):
             if place == overflow and hidden.requires_grad:
                 hidden.register_hook(lambda grad: grad * torch.inf)
@@ -91,7 +85,6 @@ class Run:
         return [self.scaler.scale(loss) for loss in losses]
 
     def passes(self, losses, *, retain=False):
-        """A backward pass of both sides."""
         sparse, dense = losses
         if not sparse.requires_grad:  # the loss depends on nothing that is trained
             assert not self.dense.quota() or self.dense.selected
@@ -103,11 +96,7 @@ class Run:
         self.compare_gradients()
 
     def fail(self, where, place, batch):
-        """An error leaves everything as it was.
-
-        It is raised in the "forward" pass, the "backward" pass, or there in a checkpointed part that is "recomputed",
-        once the hidden state of a place is reached; if it is recomputed, the first.
-        """
+        """An error in the "forward" or "backward" pass, or in a part that is "recomputed", leaves all as it was."""
         recomputed = where == "recomputed"
 
         def probe(at, hidden):
@@ -133,7 +122,6 @@ class Run:
                 handle.remove()
 
     def evaluate(self, how, batch):
-        """A forward pass that is not trained on."""
         models = [self.sparse, self.dense.model]
         if how == "dropped":
             self.losses(batch)
@@ -149,7 +137,6 @@ class Run:
             model.train()
 
     def step(self):
-        """An optimizer step, or none after an overflow."""
         program, scale, values = self.program, self.scaler.get_scale(), self.sparse.sparse_values
         if values.grad is not None:
             finite = bool(values.grad.isfinite().all())
@@ -168,7 +155,6 @@ class Run:
         self.compare_weights()
 
     def resume(self, what):
-        """The pretrained model is sparsified again and takes the state that was saved."""
         file = io.BytesIO()
         state = self.sparse.state_dict() if what == "state_dict" else trained_state(self.sparse)
         torch.save(state, file)
@@ -179,7 +165,6 @@ class Run:
         self.dense.selected = False
 
     def copy(self, how):
-        """A copy goes on; what becomes of the original does not matter to it."""
         original = self.sparse
         self.go_on_with(copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original)))
         loss = original(*self.batches[0])
@@ -195,7 +180,6 @@ class Run:
         self.compare_weights()
 
     def export(self):
-        """The delta turns the pretrained model into the trained one, bit by bit, and so does desparsify()."""
         delta = SparseDelta.from_model(self.sparse)
         base = self.program.model()
         delta.apply(base)
@@ -203,8 +187,6 @@ class Run:
         assert base.state_dict().keys() == trained.keys()
         for name, value in base.state_dict().items():
             assert same_bits(value, trained[name]), f"the delta makes another `{name}`"
-
-    # -------------------------------------------------------------------------------- comparisons
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
@@ -224,7 +206,6 @@ class Run:
         return flat
 
     def snapshot(self):
-        """All that the library's side is."""
         engine, grad = get_engine(self.sparse), self.sparse.sparse_values.grad
         state = {name: value.clone() for name, value in self.sparse.state_dict().items()}
         state["selected"] = torch.tensor(engine.selected)
@@ -252,7 +233,6 @@ class Run:
 
     @torch.no_grad()
     def compare_weights(self):
-        """The trained entries are the oracle's, and the steps as many."""
         engine, dense = get_engine(self.sparse), self.dense
         assert engine.step == dense.step_number, f"{engine.step} steps were counted, not {dense.step_number}"
         values = self.flat(engine.values.detach())
@@ -265,7 +245,6 @@ class Run:
         self.compare_frozen()
 
     def compare_frozen(self):
-        """What was never trained is the base's to the last bit."""
         dense, now = self.dense, self.sparse.get_parameter
         weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"

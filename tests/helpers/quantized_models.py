@@ -44,13 +44,11 @@ def _bitsandbytes_layer(linear, scheme, compute_dtype):
 
 
 def quantized_build(name, scheme, **options):
-    """A quantized model in training mode and a list of twelve batches."""
     model, batches = build(name, **options)
     return quantize(model, scheme), batches
 
 
 def dequantized(model):
-    """A copy in which every quantized layer is an ordinary linear layer with the values that it stands for."""
     from sparsify.common.quantized import is_quantized, quantized_weight
 
     twin = copy.deepcopy(model)

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import MLP
+from models import build
 from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
@@ -20,8 +20,6 @@ WAYS = ["cpu", "device"]  # in which ranks select
 
 
 class Words(nn.Module):
-    """Tokens to tokens, with a tied output layer, a norm and a layer that is used twice."""
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
@@ -49,9 +47,8 @@ def words(dtype=torch.float64, model_class=Words):
 
 
 def mlp(seed=0):
-    torch.manual_seed(seed)
-    model, draw = MLP().double(), lambda: torch.randn(BATCH, 6, dtype=torch.float64)
-    return model, [{"x": draw(), "labels": torch.randint(3, (BATCH,))} for _ in range(STEPS)]
+    model, batches = build("mlp", seed, torch.float64)
+    return model, batches[:STEPS]
 
 
 def own_part(batch, rank):
@@ -92,7 +89,6 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
 
 
 def assert_like(results, alone):
-    """Asserts that ranks trained as one process did with all their batches."""
     for own in results:
         assert own["sets"] == alone["sets"]
         assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)

@@ -1,8 +1,7 @@
 """Several gloo processes on the CPU, each of which runs the same function.
 
-DDP imports ``torch.distributed.nn.functional``, whose default arguments keep the default group that there is then.
-It is imported here before there is one: otherwise gloo's threads outlive ``destroy_process_group``, and one that still
-has a tensor to drop aborts the process once the interpreter has ended.
+``torch.distributed.nn.functional`` keeps the default group that there is when it is imported, here none: otherwise
+gloo's threads outlive ``destroy_process_group``, and may abort the process at its end.
 """
 
 import os

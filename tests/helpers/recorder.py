@@ -14,8 +14,6 @@ from sparsify.masked.tensor import ModelTensor
 
 
 class Recorder:
-    """Collects every gradient; ``gradients`` has those of each parameter, in order of arrival."""
-
     recompute, compiled, in_forward, forward_pass = staticmethod(recomputable), None, False, 0
 
     def __init__(self, sizes):
@@ -36,7 +34,6 @@ class Recorder:
         self.gradients.setdefault(tensor.name, []).append(gradient)
 
     def dense(self, tensor):
-        """The sum of the gradients of a tensor, in its own shape."""
         total = torch.zeros_like(tensor.matrix)
         for gradient in [gradient.dense() for gradient in self.gradients[tensor.name]]:
             rows = torch.arange(len(total)) if gradient.rows is None else gradient.rows
@@ -62,7 +59,6 @@ def mask(module, *attributes):
 
 
 def unmask(tensor, indices, base):
-    """Adds entries of one tensor, by flat index."""
     entries = tensor.collector.entries
     counts = [0] * len(entries.counts)
     counts[tensor.number] = indices.numel()
@@ -70,14 +66,12 @@ def unmask(tensor, indices, base):
 
 
 def sparsify_fully(model, steps=1):
-    """Sparsifies a model so that ``steps`` steps unmask every entry with a gradient."""
     budget = sum(parameter.numel() for parameter in set(model.parameters()) if parameter.requires_grad)
     padding = sum(model.get_parameter(name).shape[-1] for name in padding_rows(model))
     return sparsify(model, budget - padding, Strategy(D3(exp=0), Increment()), steps=steps)
 
 
 def model_gradients(model):
-    """The gradient of each tensor of a sparsified model after a backward, dense and by name."""
     gradients = {}
     for tensor in get_engine(model).tensors:
         gradient = torch.zeros(tensor.parameter.numel(), dtype=model.sparse_values.dtype)

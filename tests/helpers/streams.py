@@ -1,10 +1,11 @@
 """A model in training, its publisher, and what its followers have to hold."""
 
 import copy
+import time
 
 import torch
 from deltas import bits
-from models import build, run_steps
+from models import build, train
 
 from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, sparsify
 
@@ -12,35 +13,38 @@ BUDGET, STEPS = 60, 6
 
 
 class Run:
-    """A model that is sparsified and trained by steps, and a copy of its base."""
-
-    def __init__(self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, lr=0.01, **options):
+    def __init__(
+        self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, prepare=lambda model: model, **options
+    ):
         model, self.batches = build(name, dtype=dtype)
-        self.base = copy.deepcopy(model)
-        self.model = sparsify(model, budget, strategy, steps=STEPS, **options)
-        self.lr, self.done = lr, 0
+        self.base, self.done = prepare(model), 0
+        self.model = sparsify(copy.deepcopy(self.base), budget, strategy, steps=STEPS, **options)
         self.publisher = DeltaPublisher(self.model)
 
     def step(self):
-        """Makes one optimizer step; returns the run."""
-        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], self.lr)
-        run_steps(self.model, [self.batches[self.done % len(self.batches)]], optimizer)
+        train(self.model, [self.batches[self.done % len(self.batches)]])
         self.done += 1
         return self
 
     def updates(self, number):
-        """Makes steps, and the bytes of an update after each."""
         return [bytes(self.step().publisher.update()) for _ in range(number)]
 
     def snapshot(self):
         return bytes(self.publisher.snapshot())
 
-    def follower(self):
-        """A subscriber that has taken a snapshot."""
+    def follower(self, *messages):
+        """A subscriber that has taken messages, or a snapshot."""
         follower = DeltaSubscriber(copy.deepcopy(self.base))
-        follower.apply(self.snapshot())
+        for message in messages or [self.snapshot()]:
+            follower.apply(message)
         return follower
 
     def expected(self, base=None):
-        """The bits of a base with the delta that the model would be saved as now."""
         return bits(SparseDelta.from_model(self.model).apply(copy.deepcopy(base or self.base)))
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.001)

@@ -4,7 +4,6 @@
     python tests/helpers/train_on_cuda.py real
 
 Simulated devices need a process of their own: the folder's ``fake_cuda.py`` takes the place of torch's CUDA for good.
-On real ones races and waits are not counted, and matrix products are in full float32, which is torch's default.
 """
 
 import contextlib
@@ -51,8 +50,6 @@ def stream(device, name):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a run is: which devices, and which of their streams."""
-
     devices: tuple = ()
     side: bool = False  # on a stream of its own for each device
     two_streams: bool = False  # the second layer on one of its own, which the first layer's waits for
@@ -92,7 +89,6 @@ class Place:
 
     @contextlib.contextmanager
     def current(self):
-        """The run's own streams, after the default ones."""
         with contextlib.ExitStack() as stack:
             for device in self.devices if self.side else ():
                 stream(device, "side").wait_stream(torch.accelerator.current_stream(device))
@@ -114,8 +110,6 @@ PLACES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
-
     strategy: Strategy | str | None = "id3"  # None: full fine-tuning
     budget: int | None = BUDGET
     everything: bool = False  # accumulation, checkpointing, the base's losses, a state that goes on
@@ -177,7 +171,6 @@ def optimizer_of(model):
 
 
 def resumed(model, optimizer, case, place):
-    """A copy, and an optimizer, that go on where these are."""
     fresh, _ = case.prepared(place, seed=1)
     fresh.load_state_dict(model.state_dict())
     fresh_optimizer = optimizer_of(fresh)
@@ -186,7 +179,6 @@ def resumed(model, optimizer, case, place):
 
 
 def train(model, batches, case, place, counted):
-    """Losses, the unmasked sets, the model, which may be another one now, and what was counted in each step."""
     optimizer, losses, steps = optimizer_of(model), [], [counted() for _ in range(STEPS)]
     if case.everything:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -222,7 +214,6 @@ def train(model, batches, case, place, counted):
 
 
 def is_restored(model, case, place):
-    """Whether a new model has the trained one's weights by its file, and its own again afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         SparseDelta.from_model(model).save(folder)
         delta = SparseDelta.load(folder)
@@ -257,13 +248,10 @@ def two_ranks(mocked):
 
 
 class NotCounted(contextlib.nullcontext):
-    """In place of ``fake_cuda.Counted``: real devices tell neither races nor waits."""
-
     races, waits = Counter(), Counter()
 
 
 def run(case, place, counted):
-    """Trains and restores; returns what is found as JSON."""
     restoring = counted()
     with two_ranks(case.ranks):
         model, batches = case.prepared(place)

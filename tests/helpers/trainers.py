@@ -32,25 +32,18 @@ def rows_of(name="bert"):
 
 
 def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, None), **arguments):
-    """A Trainer of eight steps that shuffles its data and writes a checkpoint every two."""
     chosen = {
         "per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 3,
         "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
         **arguments,
     }  # fmt: skip
     rows = rows_of() if rows is None else rows
-    return Trainer(
-        model,
-        TrainingArguments(str(folder), **chosen),
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-        callbacks=[SparsifyCallback()] if callbacks is None else callbacks,
-        optimizers=optimizers,
-    )
+    options = {"train_dataset": rows, "eval_dataset": rows[:8], "optimizers": optimizers}
+    options["callbacks"] = [SparsifyCallback()] if callbacks is None else callbacks
+    return Trainer(model, TrainingArguments(str(folder), **chosen), **options)
 
 
 def outcome(trainer):
-    """The log of each step, the unmasked entries, the weights and the moments, which two equal runs share."""
     model = trainer.model
     logs = {log["step"]: [log.get(key) for key in NUMBERS] for log in trainer.state.log_history if "loss" in log}
     moments = trainer.optimizer.state_dict()["state"]
@@ -58,7 +51,6 @@ def outcome(trainer):
 
 
 def assert_same(one, other):
-    """Asserts that two outcomes are equal bit for bit."""
     assert one[:2] == other[:2]
     torch.testing.assert_close(one[2:], other[2:], rtol=0, atol=0)
 

@@ -16,7 +16,6 @@ def trainable(model):
 
 
 def masks_of(model):
-    """The unmasked sets of a sparsified model as dense masks."""
     masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
     for name, indices in unmasked_sets(model).items():
         masks[name].view(-1)[indices] = True
@@ -30,12 +29,7 @@ def assert_close(found, expected, tolerance=1e-9, **options):
 class Twins:
     """Trains both on the same batches, and compares losses, unmasked sets and weights after every step.
 
-    Args:
-        dense, sparse: the plain model, trained by the oracle, and the sparsified one.
-        budget, steps: of both.
-        run: called in place of ``sparse``, as its compiled form.
-        sets: gives the unmasked sets of ``sparse``.
-        options: of the oracle.
+    ``run`` is called in place of ``sparse``, as its compiled form; ``sets`` gives the unmasked sets of ``sparse``.
     """
 
     def __init__(
@@ -48,7 +42,6 @@ class Twins:
         self.new_optimizer()
 
     def new_optimizer(self):
-        """Makes an optimizer of all parameters of the sparse model that require grad."""
         self.optimizer = self.make_optimizer(trainable(self.sparse))
 
     def train(self, batches):

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -11,25 +10,13 @@ from deltas import bits
 from models import build, run_steps
 from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
-from streams import BUDGET, STEPS, Run
+from streams import BUDGET, STEPS, Run, until
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from sparsify import (
-    BaseMismatchError,
-    DeltaFormatError,
-    DeltaPublisher,
-    DeltaSubscriber,
-    DeltaUpdate,
-    MissingUpdateError,
-    SparseDelta,
-    SparsifyError,
-    StaleUpdateError,
-    desparsify,
-    get_engine,
-    sparsify,
-)
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate, SparseDelta, desparsify, get_engine, sparsify
 from sparsify.delta.patch_plan import PlannedWrite
+from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,17 +65,11 @@ def test_a_peft_model_is_followed_by_another():
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
 def test_a_quantized_base_is_followed_quantized(scheme):
-    model, batches = build("mlp")
-    model = quantize(model, scheme)
-    x = batches[0]["x"]
-    base = copy.deepcopy(model)
-    sparsify(model, 40, steps=3, target_modules=["first", "second"])
-    publisher, follower = DeltaPublisher(model), DeltaSubscriber(copy.deepcopy(base))
-    follower.apply(bytes(publisher.snapshot()))
-    for batch in batches[:5]:
-        run_steps(model, [batch])
-        follower.apply(bytes(publisher.update()))
-        expected = SparseDelta.from_model(model).apply(copy.deepcopy(base))
+    run = Run("mlp", 40, prepare=lambda model: quantize(model, scheme), target_modules=["first", "second"])
+    follower, x = run.follower(), run.batches[0]["x"]
+    for _ in range(5):
+        follower.apply(run.updates(1)[0])
+        expected = SparseDelta.from_model(run.model).apply(copy.deepcopy(run.base))
         assert torch.equal(follower.model.first(x), expected.first(x))
         assert torch.equal(follower.model.second.quantized_delta_values, expected.second.quantized_delta_values)
 
@@ -104,9 +85,6 @@ def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
         follower.apply(update)
     with pytest.warns(UserWarning, match="the values are cast|trained values are cast"):
         assert bits(follower.model) == run.expected(base)
-
-
-# Bytes
 
 
 def test_a_steady_update_takes_two_bytes_an_entry_and_bits_that_stay_are_not_sent():
@@ -157,27 +135,20 @@ def test_a_snapshot_is_a_delta_file(tmp_path):
         SparseDelta.load(path)
 
 
-# The chain
-
-
 def test_a_late_follower_goes_on_with_the_same_updates():
     run = Run("bert", modules_to_save=["classifier"])
-    early = run.follower()
-    for update in run.updates(2):
-        early.apply(update)
+    run.updates(2)
+    second = run.expected()
     run.step()  # the model has moved on; a snapshot is of the last version all the same
     late = run.follower()
     assert late.version == 2
-    assert bits(late.model) == bits(early.model)
-    for _ in range(STEPS):
-        (update,) = run.updates(1)
-        early.apply(update)
+    assert bits(late.model) == second
+    for update in run.updates(STEPS):
         late.apply(update)
-        assert bits(late.model) == bits(early.model) == run.expected()
+    assert bits(late.model) == run.expected()
 
 
 def refused(follower, message, error, text):
-    """Fails unless a message is refused and nothing has changed."""
     before, at = bits(follower.model), (follower.chain, follower.version)
     with pytest.raises(error, match=text):
         follower.apply(message)
@@ -192,9 +163,7 @@ def test_messages_out_of_order_are_refused_by_name():
     refused(new, updates[0], MissingUpdateError, r"makes version 1 from version 0, .* holds no version yet: .*snapshot")
     follower.apply(updates[0])
     follower.apply(updates[1])
-    refused(
-        follower, updates[3], MissingUpdateError, "makes version 4 from version 3, and the model holds version 2: ask"
-    )
+    refused(follower, updates[3], MissingUpdateError, "version 4 from version 3, and the model holds version 2: ask")
     refused(follower, updates[1], StaleUpdateError, "version 2 of this run, and the model holds version 2: drop it")
     refused(follower, updates[0], StaleUpdateError, "version 1 of this run")
     refused(follower, first, StaleUpdateError, "version 0 of this run")
@@ -213,24 +182,21 @@ def test_another_life_of_the_trainer_is_noticed():
     follower.apply(second.snapshot())
     assert bits(follower.model) == second.expected()
     for stale in (late, late_snapshot):
-        refused(
-            follower, stale, StaleUpdateError, "version 2 of an earlier run, and the model holds version 2 of a later"
-        )
+        refused(follower, stale, StaleUpdateError, "of an earlier run, and the model holds version 2 of a later")
     follower.apply(second.updates(1)[0])
     assert bits(follower.model) == second.expected()
 
 
 def test_where_entries_left_the_update_is_a_snapshot():
     run = Run("bert", modules_to_save=["classifier"])
-    follower = run.follower()
-    follower.apply(run.updates(1)[0])
-    early = copy.deepcopy(run.model.state_dict())
+    follower, early = run.follower(), copy.deepcopy(run.step().model.state_dict())
+    follower.apply(run.publisher.update())
     for update in run.updates(2):
         follower.apply(update)
     run.model.load_state_dict(early)
     update = run.publisher.update()
     assert update.is_snapshot
-    assert follower.apply(bytes(update)) == 4
+    assert follower.apply(update) == 4
     assert bits(follower.model) == run.expected()
     follower.apply(run.updates(1)[0])
     assert bits(follower.model) == run.expected()
@@ -254,9 +220,6 @@ def test_entries_that_stay_are_not_sent_again_when_a_state_is_loaded(by):
         assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(copy.deepcopy(run.base)))
 
 
-# All or nothing
-
-
 def test_another_base_is_refused():
     run = Run()
     other = copy.deepcopy(run.base)
@@ -265,61 +228,36 @@ def test_another_base_is_refused():
             parameter += 1
     run.updates(1)
     refused(DeltaSubscriber(other), run.snapshot(), BaseMismatchError, "does not hold the values that the delta was")
-    follower = DeltaSubscriber(copy.deepcopy(run.base))
-    follower.apply(run.snapshot())
+    follower = run.follower()
     with torch.no_grad():
-        for parameter in follower.model.parameters():  # all that are not trained yet
-            parameter[parameter == run.base.get_parameter(name_of(follower.model, parameter))] += 1
+        for name, parameter in follower.model.named_parameters():  # all that are not trained yet
+            parameter[parameter == run.base.get_parameter(name)] += 1
     refused(follower, run.updates(1)[0], SparsifyError, "does not hold the values that the delta was trained on")
 
 
-def name_of(model, wanted):
-    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
-
-
 def disturb(follower, run, slot=0):
-    """Something else than the stream changes the entry of a slot; returns its tensor's name."""
     tensor = next(tensor for tensor in get_engine(run.model).tensors if slot in tensor.slots)
     follower.model.get_parameter(tensor.name).data.view(-1)[tensor.indices[tensor.slots == slot]] += 1
     return tensor.name
 
 
-def draw(model, base):
-    for parameter in model.parameters():
-        parameter.data.normal_()
-
-
-def cast_twice(model, base):
-    model.bfloat16().float()
-
-
-def load_base(model, base):
-    model.load_state_dict(base.state_dict())
-
-
-@pytest.mark.parametrize("change", [draw, cast_twice, load_base])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, base: [parameter.data.normal_() for parameter in model.parameters()],
+        lambda model, base: model.bfloat16().float(),
+        lambda model, base: model.load_state_dict(base.state_dict()),
+    ],
+    ids=["drawn", "cast twice", "the base's"],
+)
 def test_a_model_that_something_else_has_changed_is_refused(change):
     run = Run(strategy="pafi")
     follower = run.follower()
     follower.apply(run.updates(1)[0])
     change(follower.model, run.base)
+    text = "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
     for message in (run.updates(1)[0], run.snapshot()):
-        refused(
-            follower, message, SparsifyError, "no longer holds .*: load the base afresh, make a new DeltaSubscriber"
-        )
-
-
-def test_an_update_of_all_values_replaces_single_values_of_something_else():
-    torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 10))
-    model = sparsify(copy.deepcopy(base), 1_500, "random")
-    publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
-    follower.apply(publisher.snapshot())
-    base[1].weight.data += 1  # not in the sample
-    model.sparse_values.data.normal_()
-    follower.apply(publisher.update())
-    indices = get_engine(model).tensors[2].indices
-    assert torch.equal(base[1].weight.view(-1)[indices], model[1].weight.view(-1)[indices])
+        refused(follower, message, SparsifyError, text)
 
 
 @pytest.mark.parametrize("left_out", ["values", "head"])
@@ -414,9 +352,6 @@ def test_a_new_tensor_that_is_a_known_one_in_the_follower_is_refused():
     refused(follower, last, BaseMismatchError, "`1.weight` and `0.weight` are one tensor in this model")
 
 
-# Patches
-
-
 @pytest.mark.parametrize("architecture", MODELS)
 def test_patches_bring_an_engines_checkpoint_from_version_to_version(tmp_path, architecture):
     model = MODELS[architecture]().bfloat16()
@@ -464,24 +399,13 @@ def test_patches_of_dense_tensors_of_snapshots_and_of_entries_that_left():
     take(run.publisher.update().patches())  # all of them
 
 
-# Under load
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.001)
-
-
 def test_threads_that_read_see_one_version_while_updates_arrive():
     run = Run("llama", 2_000, "random")
     follower, first = DeltaSubscriber(copy.deepcopy(run.base).eval()), run.snapshot()
     updates, outputs, batch = run.updates(12), {}, run.batches[0]["input_ids"]
     twin = DeltaSubscriber(copy.deepcopy(follower.model))
-    twin.apply(first)
-    for update in updates:
-        twin.apply(update)
+    for message in (first, *updates):
+        twin.apply(message)
         outputs[twin.version] = twin.model(batch).logits.detach()
     seen, stop = [], threading.Event()
 
@@ -492,7 +416,6 @@ def test_threads_that_read_see_one_version_while_updates_arrive():
                 seen.append((version, follower.model(batch).logits))
 
     follower.apply(first)
-    outputs[0] = follower.model(batch).logits.detach()
     readers = [threading.Thread(target=generate, daemon=True) for _ in range(2)]
     for reader in readers:
         reader.start()

@@ -22,7 +22,6 @@ def make_version(order, values, unmasked):
 
 
 def as_dense(version, tensors=()):
-    """The model's tensors at a version, or with some entries written over them."""
     dense = {name: torch.zeros(SIZE, dtype=torch.bfloat16) for name in "ab"}
     for parts in (version.tensors, dict(tensors)):
         for name, part in parts.items():

@@ -1,0 +1,57 @@
+"""Some of the files and messages of the fuzzers, and that a broken promise is noticed."""
+
+from collections import Counter
+
+import fuzz_format
+import fuzz_stream
+import pytest
+from fuzz_attacks import ATTACKS
+from fuzzing import examine, run_alone
+from limits import needs_limits
+
+from sparsify.delta.patch_plan import PlannedWrite
+
+pytestmark = needs_limits
+KINDS = {attack.__name__.removeprefix("attack_") for attack in ATTACKS}
+FILES = 5 * len(KINDS)  # until every target has seen every kind of attack, and the quick ones five times
+MESSAGES = 8 * (2 + len(KINDS))
+
+
+def test_files_end_well_or_in_an_error_of_ours():
+    counts, failures = fuzz_format.fuzz(FILES, seed=4)
+    assert failures == []
+    assert set(counts) == KINDS
+    outcomes = sum(counts.values(), start=Counter())
+    assert outcomes.total() == FILES
+    assert outcomes["refused"] > FILES / 4
+    passed = Counter(target for outcome in outcomes.elements() for target in outcome.split())
+    assert passed["load"] > FILES / 8
+    assert set(passed) - {"refused"} == set(fuzz_format.TARGETS)
+
+
+def test_damaged_messages_leave_the_version_before():
+    counts, failures = fuzz_stream.fuzz(MESSAGES, seed=1)
+    assert failures == []
+    assert set(counts) == KINDS | {"damaged", "stream"}
+    outcomes = sum(counts.values(), start=Counter())
+    assert outcomes.total() == MESSAGES
+    assert outcomes["refused"] > MESSAGES / 2
+    assert outcomes["applied"], "hashes are made to fit, so that some get through"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fuzzer", "number"), [(fuzz_format, 72 * FILES), (fuzz_stream, 90 * MESSAGES)])
+def test_thousands_of_attacks(fuzzer, number):
+    run_alone(fuzzer, number, seed=2)
+
+
+def test_a_model_that_changes_or_is_wrong_is_noticed(tmp_path, monkeypatch):
+    world, case = fuzz_format.make_world(tmp_path), fuzz_stream.make_cases()[2]
+    path = world.folder / "attack.safetensors"
+    path.write_bytes(fuzz_format.valid_files(world.folder)[0])
+    monkeypatch.setattr(PlannedWrite, "inverse", lambda patch: patch)
+    assert "the model has changed" in examine(path, {"apply": fuzz_format.try_apply}, world)
+    path.write_bytes(case.message)
+    monkeypatch.setattr(PlannedWrite, "write", lambda patch, target: None)
+    found = examine(path, {"applied": fuzz_stream.follow(case, genuine=True)}, None)
+    assert "a damaged message was applied" in found
