@@ -39,7 +39,8 @@ def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
     found = {}
     for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
         parameter: Any = parameters.get(attribute)
-        if parameter is None or parameter.shape != tensor.shape:
+        # FSDP1 shows the whole weight here, and its owner's shard
+        if parameter is None or tensor.owner._parameters.get(tensor.attribute, parameter).shape != tensor.shape:
             tensor.check_shape(parameter)
         found[attribute] = parameter.detach(), use
     return found
