@@ -16,7 +16,8 @@ STEPS = 6
 
 def assert_exported(export, model):
     version = export()
-    assert SparseDelta(*version.delta_parts()) == SparseDelta.from_model(model)
+    tensors = {name: entries.delta() for name, entries in version.tensors.items()}
+    assert SparseDelta(tensors, version.whole, version.config) == SparseDelta.from_model(model)
     assert list(version.tensors) == sorted(version.tensors)
     return version
 
