@@ -178,11 +178,12 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         problem = "how many of them were new is not known afterwards; call summary(model) while it trains."
         raise SparsifyError(f"{engine.strategy.selection} selects its entries afresh at each step: {problem}")
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
-    if planned != engine.updates:
+    if planned != engine.entries.updates:
         warnings.warn(
             f"by the schedule, the unmasked entries would have been updated {planned:,} times in {engine.step:,} "
-            f"steps, and the model counts {engine.updates:,}: some steps found too few entries with a gradient, or "
-            "steps= or schedule= were others in training. The trajectory may show entries before they were unmasked.",
+            f"steps, and the model counts {engine.entries.updates:,}: some steps found too few entries with a "
+            "gradient, or steps= or schedule= were others in training. The trajectory may show entries before they "
+            "were unmasked.",
             stacklevel=2,
         )
     steps = sorted({round(i * engine.step / (points - 1)) for i in range(points)})
@@ -209,4 +210,4 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     if engine.steps is None:
         remedy = "set get_engine(model).steps to what it was in training."
         raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
-    return min(engine.unmasked, engine.schedule.target(step - 1, engine.steps, engine.budget))
+    return min(engine.unmasked, engine.policy.schedule.target(step - 1, engine.steps, engine.budget))

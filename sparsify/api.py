@@ -22,7 +22,7 @@ from sparsify.strategies.strategy import Given, Prune, Static, Strategy, resolve
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
-from sparsify.training.install import freeze, install, uninstall
+from sparsify.training.install import install, uninstall
 from sparsify.training.new_parameters import find_new
 from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
@@ -331,21 +331,21 @@ def _freeze_others(budget: int | float | None, targets: Targets) -> None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
         raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
-    freeze(targets.frozen.values())
+    for parameter in targets.frozen.values():
+        parameter.requires_grad_(False)
 
 
 def _check_calibration(strategy: str | Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
-    is_given = calibration is not None or loss_fn is not None
-    if not isinstance(strategy, Strategy):
-        if is_given:
-            raise SparsifyError(f"calibration= and loss_fn= are not used by strategy {strategy!r}; leave them out.")
-    elif strategy.calibrates and calibration is None:
+    calibrates, shown = False, f"strategy {strategy!r}"
+    if isinstance(strategy, Strategy):
+        calibrates, shown = strategy.calibrates, f"{strategy.importance} with {strategy.selection}"
+    if not calibrates and (calibration is not None or loss_fn is not None):
         raise SparsifyError(
-            f"{strategy.importance} with {strategy.selection} chooses by gradients before training; pass calibration=, "
-            "an iterable of batches (dicts with labels) or a function of the model that runs backward."
+            f"calibration= and loss_fn= are not used by {shown}; leave them out. A gradient importance with Static() "
+            "or Prune() uses them."
         )
-    elif not strategy.calibrates and is_given:
+    if calibrates and calibration is None:
         raise SparsifyError(
-            f"calibration= and loss_fn= are not used by {strategy.importance} with {strategy.selection}; leave them "
-            "out. A gradient importance with Static() or Prune() uses them."
+            f"{shown} chooses by gradients before training; pass calibration=, an iterable of batches (dicts with "
+            "labels) or a function of the model that runs backward."
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from sparsify.common.quantized import is_quantized, unreadable
 from sparsify.core.install import HOOKS, mark, masked_class
@@ -84,17 +83,15 @@ def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
     masked = _masked_class(module, tensors)
     mark(module, tensors, masked)
-    if masked is None:
-        _share_key(module, module.__dict__[HOOKS][1])
-    if masked is None and getattr(type(module), "forward", None) is nn.LayerNorm.forward:
-        module.__dict__[HOOKS] += (module.register_forward_hook(note_epsilon),)
-
-
-def _share_key(module: nn.Module, untap: RemovableHandle) -> None:
-    """Gives the hook one key in all modules: ``torch.compile`` recompiles a layer for another key."""
+    if masked is not None:
+        return
+    untap = module.__dict__[HOOKS][1]
+    hooks: Any
     for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-        hooks[UNTAP] = hooks.pop(untap.id)  # type: ignore[assignment]
+        hooks[UNTAP] = hooks.pop(untap.id)  # torch.compile recompiles a layer for another key
     untap.id = UNTAP
+    if getattr(type(module), "forward", None) is nn.LayerNorm.forward:
+        module.__dict__[HOOKS] += (module.register_forward_hook(note_epsilon),)
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
@@ -118,8 +115,7 @@ def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
     kind = type(module).__name__
     if has_quantized_delta(module):
         return f"({kind}) has a delta applied to it; revert it before sparsify()"
-    objection = unreadable(module, attribute)
-    if objection is not None:
+    if objection := unreadable(module, attribute):
         return objection
     if attribute != "weight" or _quantized_class(module) is None:
         return f"({kind}) holds a quantized weight and is none of the quantized linear layers that can be masked"

@@ -41,14 +41,10 @@ class ModelTensor(MaskedTensor):
         return full_values(self.parameter)
 
     @property
-    def effective(self) -> Tensor:
-        """(k,) the current values at the unmasked entries."""
-        return self.take(self.indices)
-
-    @property
     def own_effective(self) -> Tensor:
-        """(k,) :attr:`effective`, with zeros at entries that another rank holds."""
-        return read_own_entries(self.parameter, self.indices) if is_shard(self.parameter) else self.effective
+        """(k,) the current values at the unmasked entries, zeros at those that another rank holds."""
+        indices = self.indices
+        return read_own_entries(self.parameter, indices) if is_shard(self.parameter) else self.take(indices)
 
     def take(self, indices: Tensor) -> Tensor:
         return read_entries(self.parameter, indices)

@@ -26,7 +26,6 @@ from sparsify.core.entries import count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen
 from sparsify.core.policy import Policy
-from sparsify.core.schedule import Schedule
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
@@ -46,7 +45,7 @@ from sparsify.training.optimizer_steps import (
     was_counted,
 )
 from sparsify.training.plan import Plan
-from sparsify.training.rank_checks import check_agreement, check_ranks_alike, compare_ends
+from sparsify.training.rank_checks import agree, check_ranks_alike
 from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights
 
@@ -136,19 +135,9 @@ class Engine(TrainingStep):
         return self.entries.step
 
     @property
-    def updates(self) -> int:
-        """Entry updates done, the trained entries summed over the steps."""
-        return self.entries.updates
-
-    @property
     def budget(self) -> int:
         """Entries to unmask in all."""
         return self.policy.budget
-
-    @property
-    def schedule(self) -> Schedule:
-        """How the unmasked set grows."""
-        return self.policy.schedule
 
     @property
     def steps(self) -> int | None:
@@ -224,7 +213,8 @@ class Engine(TrainingStep):
 
     def compare_ranks(self) -> None:
         """Raises ``SparsifyError`` on all ranks when they differ."""
-        settings = self.strategy.to_dict(), self.schedule, self.steps, self.budget, self.values.numel(), self.seed
+        policy, strategy = self.policy, self.strategy.to_dict()
+        settings = strategy, policy.schedule, policy.steps, policy.budget, self.values.numel(), self.seed
         check_ranks_alike(self, self.ranks, settings)
 
     def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
@@ -257,11 +247,7 @@ class Engine(TrainingStep):
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         if num_ranks() == 1:
             return super().agree(winners, finite)
-        counts = count_by_tensor(winners.ids, self.entries.ends)
-        outcome = compare_ends(self.values, self.ranks, winners, finite)
-        *sizes, is_finite, same_deltas, same_winners = torch.cat([counts, outcome.to(counts)]).tolist()
-        check_agreement(bool(is_finite), bool(same_deltas), bool(same_winners))
-        return sizes, bool(is_finite)
+        return agree(self.entries, self.ranks, winners, finite)
 
     def finish(self, current: Pass) -> Tensor:
         if self._begun.pop(torch._C._current_graph_task_id())[1] != self.unmasked:
@@ -355,7 +341,7 @@ class Engine(TrainingStep):
             )
         values = self.values
         for tensor in plain:
-            delta = tensor.effective.to(values.dtype) - tensor.base.to(values.dtype)
+            delta = tensor.take(tensor.indices).to(values.dtype) - tensor.base.to(values.dtype)
             values[tensor.slots.to(values.device)] = delta.to(values)
         self.weights.write(but=plain)
 

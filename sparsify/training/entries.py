@@ -69,16 +69,6 @@ class ModelEntries(Entries):
             values.__class__ = SparseValues
         return values
 
-    def buffer(self, name: str) -> Tensor:
-        """One of the buffers, at its full length."""
-        buffer = self.root._buffers[name]
-        assert buffer is not None
-        return buffer
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + sum(self.buffer(name).nbytes for name in BUFFERS)
-
     def remember(self) -> None:
         """Notes that what is in the buffers is known."""
         buffers: dict[str, Any] = self.root._buffers
@@ -87,18 +77,18 @@ class ModelEntries(Entries):
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         added = torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, self.count)])
         super().append(ids, base, counts)
-        self.buffer(POSITION)[2:].add_(added)
+        self.root.get_buffer(POSITION)[2:].add_(added)
         self.remember()
 
     def stepped(self, updates: int) -> None:
         super().stepped(updates)
-        position = self.buffer(POSITION)[:2]
+        position = self.root.get_buffer(POSITION)[:2]
         position.copy_(upload([self.step, self.updates], position.device))
         self.remember()
 
     def read(self) -> None:
         """Reads the buffers again, after they were replaced."""
-        self.step, self.updates, self.count, _ = self.buffer(POSITION).tolist()
+        self.step, self.updates, self.count, _ = self.root.get_buffer(POSITION).tolist()
         self.counts = count_by_tensor(self.ids, self.ends).tolist()
         self._sort()
         self.generation += 1
@@ -109,13 +99,9 @@ class ModelEntries(Entries):
 
         Waits for the device only where the buffers were written or moved.
         """
-        for name, seen, version in self._seen:
-            if self.root._buffers[name] is not seen or seen._version != version:
-                return self._have_changed()
-        return False
-
-    def _have_changed(self) -> bool:
-        step, updates, count, _ = self.buffer(POSITION).tolist()
+        if all(self.root._buffers[name] is seen and seen._version == version for name, seen, version in self._seen):
+            return False
+        step, updates, count, _ = self.root.get_buffer(POSITION).tolist()
         if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):
             return True
         self.step, self.updates = step, updates
@@ -131,7 +117,7 @@ class ModelEntries(Entries):
     def make_room(self, capacity: int) -> None:
         """Lengthens the buffers to ``capacity`` entries."""
         for name in (IDS, BASE):
-            old = self.buffer(name)
+            old = self.root.get_buffer(name)
             self.root._buffers[name] = torch.cat([old, old.new_zeros(capacity - old.numel())])
         self.remember()
 

@@ -268,7 +268,7 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         "model_config": _head_config(model_config) if engine.dense_names else {},
         "strategy": engine.strategy.to_dict(),
         "budget": budget,
-        "schedule": asdict(engine.schedule),
+        "schedule": asdict(engine.policy.schedule),
         "steps": engine.steps,
         "steps_done": engine.step,
         **record_extensions(engine.root, (*not_the_bases, *(tensor.name for tensor in engine.tensors))),

@@ -6,10 +6,6 @@ hooks; or, the other way, the plain model that it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE
 from sparsify.core import install as core
@@ -26,15 +22,25 @@ from sparsify.training.summary import digest_base
 
 def install(plan: Plan) -> None:
     """Builds the engine of a plan and makes the model train by it; if that fails, the model is plain again."""
-    engine = Engine(plan)
+    engine, model, targets = Engine(plan), plan.model, plan.targets
+    owners = [[(module, attribute) for _, module, attribute in candidate.owners] for candidate in targets.candidates]
     engine.base_digests = digest_base(engine)
     try:
         with uninterrupted():
-            _mask_model(engine, plan)
+            core.install(engine, dict(zip(plan.tensors, owners, strict=True)), plan.capacity, swap)
+            watch()  # after the hook that counts steps, which asks for those that have begun
+            model.register_buffer(SETTINGS, None)
+            record_settings(engine)
+            place_hooks(engine)
+            engine.source = DeltaSource(engine)
+            engine.root_anchor()
+            mark_trainable(model)
+            for parameter in targets.frozen.values():
+                parameter.requires_grad_(False)
         engine.start(plan.selected)
     except BaseException:  # out of memory, or an interrupt
         with uninterrupted():
-            if vars(plan.model).get(ENGINE) is engine:
+            if vars(model).get(ENGINE) is engine:
                 uninstall(engine, dequantize=False)
         raise
 
@@ -52,23 +58,3 @@ def uninstall(engine: Engine, *, dequantize: bool) -> None:
     for name in engine.frozen_names:
         if name in parameters:  # PEFT's adapters may have been deleted
             parameters[name].requires_grad_(True)
-
-
-def freeze(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes the parameters require no grad."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-
-
-def _mask_model(engine: Engine, plan: Plan) -> None:
-    model, candidates = plan.model, plan.targets.candidates
-    owners = [[(module, attribute) for _, module, attribute in candidate.owners] for candidate in candidates]
-    core.install(engine, dict(zip(plan.tensors, owners, strict=True)), plan.capacity, swap)
-    watch()  # after the hook that counts steps, which asks for those that have begun
-    model.register_buffer(SETTINGS, None)
-    record_settings(engine)
-    place_hooks(engine)
-    engine.source = DeltaSource(engine)
-    engine.root_anchor()
-    mark_trainable(model)
-    freeze(plan.targets.frozen.values())

@@ -57,8 +57,7 @@ UNHELD = (
 def watch() -> None:
     """Watches all optimizer steps from now on."""
     if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
-        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+        _HOOKS.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
 
 
 def note_values(step: TrainingStep) -> None:
@@ -90,8 +89,6 @@ def has_uncounted_step(step: TrainingStep) -> bool:
 
     One with a closure is left out: the model runs within it.
     """
-    if not _STEPS.begun:
-        return False
     open_steps = [each for each in _STEPS.begun if not each.has_closure and step not in each.counted]
     optimizers = [optimizer for each in open_steps if (optimizer := each.optimizer()) is not None]
     return any(holds(optimizer, step.entries.values) for optimizer in optimizers)
@@ -115,8 +112,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     held = set(map(id, parameters_of(optimizer)))
     for step in steps:
         values = step.entries.values
-        is_suspect = step.passes and id(values) not in held and _has_frozen(step, held)
-        if is_suspect and not any(holds(other, values) for other in _others()):
+        if not step.passes or id(values) in held:
+            continue
+        replaced = (known() for known in _KNOWN.get(step, [])[:-1])
+        frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
+        if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
             raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if [step for step in steps if id(step.entries.values) in held]:
         _OPTIMIZERS.add(optimizer)
@@ -128,12 +128,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     while _STEPS.begun and not torch.compiler.is_dynamo_compiling():
         if _STEPS.begun.pop().optimizer() is optimizer:
             return
-
-
-def _has_frozen(step: TrainingStep, ids: set[int]) -> bool:
-    """Whether a parameter with one of these ids is a masked tensor's, or a flat delta that was replaced since."""
-    replaced = (known() for known in _KNOWN.get(step, [])[:-1])
-    return any(id(parameter) in ids for parameter in (*replaced, *(tensor.parameter for tensor in step.tensors)))
 
 
 def _others() -> Iterator[torch.optim.Optimizer]:

@@ -96,9 +96,8 @@ def check_model(model: Any) -> None:
 def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
     """Raises where a module that has a candidate cannot be masked."""
     check_own_memory(model, candidates)
-    modules = dict(model.named_modules())
     for candidate in candidates:
         for name, module, attribute in candidate.owners:
             path = name.split(".")
-            around = [modules.get(".".join(path[:end])) for end in range(len(path))]
-            check_maskable(name, module, attribute, [each for each in around if each is not None])
+            around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
+            check_maskable(name, module, attribute, around)

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsify.common.ranks import BEGIN, Ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
+from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
@@ -38,37 +39,6 @@ REMEDIES = {  # by part; the flat delta before the weights, which are written fr
 
 def check_ranks_alike(step: TrainingStep, ranks: Ranks, settings: object) -> None:
     """Compares all ranks' steps and settings; raises ``SparsifyError`` on each of them when they differ."""
-    parts = _parts(step, settings)
-    headers = ranks.headers(BEGIN, list(parts.values()), [tensor.name for tensor in step.tensors])
-    differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
-    if differing:
-        raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
-
-
-def compare_ends(values: Tensor, ranks: Ranks, winners: Winners, finite: Tensor) -> Tensor:
-    """Compares the ends of all ranks' backward passes, without a wait for their devices.
-
-    Returns (3,) bool: whether all ranks' gradients are finite, and their flat deltas ``values`` and winners the same.
-    """
-    bits = values.detach().view(torch.int32).sum(dtype=torch.int64)
-    order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
-    everyone = ranks.gather(torch.stack([finite.to(bits), bits, (winners.ids * order).sum()]))
-    same = (everyone == everyone[0]).all(0)
-    return torch.cat([everyone[:, :1].all().view(1), same[1:]])
-
-
-def check_agreement(is_finite: bool, same_deltas: bool, same_winners: bool) -> None:
-    """Raises ``SparsifyError`` where :func:`compare_ends` found that the ranks have parted."""
-    if not same_deltas:
-        raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
-    if is_finite and not same_winners:
-        raise SparsifyError(
-            "the ranks chose different entries from the same gradients, so their weights are not the same or their "
-            "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
-        )
-
-
-def _parts(step: TrainingStep, settings: object) -> dict[str, int]:
     entries = step.entries
     parts = {
         "settings": settings,
@@ -79,8 +49,31 @@ def _parts(step: TrainingStep, settings: object) -> dict[str, int]:
         "unmasked entries": digest(entries.ids),
         "base values": digest(entries.base),
     }
-    digests = {name: hashlib.sha256(repr(part).encode()).digest() for name, part in parts.items()}
-    return {name: int.from_bytes(own[:8], "little") >> 1 for name, own in digests.items()}  # 63 bits
+    digests = [hashlib.sha256(repr(part).encode()).digest() for part in parts.values()]
+    numbers = [int.from_bytes(own[:8], "little") >> 1 for own in digests]  # 63 bits
+    headers = ranks.headers(BEGIN, numbers, [tensor.name for tensor in step.tensors])
+    differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
+    if differing:
+        raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
+
+
+def agree(entries: Entries, ranks: Ranks, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
+    """``TrainingStep.agree`` over all ranks; raises ``SparsifyError`` where their flat deltas or winners differ."""
+    counts = count_by_tensor(winners.ids, entries.ends)
+    bits = entries.values.detach().view(torch.int32).sum(dtype=torch.int64)
+    order = torch.arange(1, winners.ids.numel() + 1, device=winners.ids.device)
+    everyone = ranks.gather(torch.stack([finite.to(bits), bits, (winners.ids * order).sum()]))
+    same = (everyone == everyone[0]).all(0)
+    outcome = torch.cat([counts, everyone[:, :1].all().view(1).to(counts), same[1:].to(counts)])
+    *sizes, is_finite, same_deltas, same_winners = outcome.tolist()
+    if not same_deltas:
+        raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
+    if is_finite and not same_winners:
+        raise SparsifyError(
+            "the ranks chose different entries from the same gradients, so their weights are not the same or their "
+            "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
+        )
+    return sizes, bool(is_finite)
 
 
 def _sample(tensor: MaskedTensor) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsify.common.raw_bits import digest
 from sparsify.core.entries import VALUES
@@ -25,13 +26,13 @@ from sparsify.training.entries import SparseValues
 from sparsify.training.optimizer_steps import holds
 from sparsify.training.plan import SETTINGS
 
-_EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
+EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
 _SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy of a model and not in another
 
 
 def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
-    strategy, schedule = engine.strategy, engine.schedule
+    strategy, schedule = engine.strategy, engine.policy.schedule
     names = hashlib.sha256(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors]).encode()).hexdigest()
     candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
     settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
@@ -52,7 +53,7 @@ def record_settings(engine: Engine) -> Tensor:
 
     With them goes the number of entries that were unmasked when the run was last extended.
     """
-    text = json.dumps({**settings_of(engine), _EXTENDED: engine.extended_at}, default=str)
+    text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at}, default=str)
     packed = torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
     engine.root._buffers[SETTINGS] = packed
     return packed
@@ -73,13 +74,6 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
             "budget or more steps afterwards."
         )
     return saved
-
-
-def adopt_settings(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Takes the settings that the engine does not know from a checked state dict."""
-    if engine.steps is None:
-        engine.steps = saved.get("steps")
-    engine.extended_at = saved.get(_EXTENDED, 0)
 
 
 def extend(
@@ -103,7 +97,7 @@ def extend(
             f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
             f"steps={engine.steps}; expected no less of either."
         )
-    capacity = resolve_capacity(new_budget, engine.strategy, engine.schedule, new_steps, candidates)
+    capacity = resolve_capacity(new_budget, engine.strategy, engine.policy.schedule, new_steps, candidates)
     is_longer = capacity > engine.values.numel()
     if engine.sharded and is_longer:
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
@@ -122,7 +116,8 @@ def extend(
 def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
     """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
-    new = SparseValues(_padded(old.detach(), capacity), old.requires_grad)
+    more = 0, capacity - old.numel()
+    new = SparseValues(pad(old.detach(), more), old.requires_grad)
     engine.root._parameters[VALUES] = new
     engine.entries.make_room(capacity)
     if optimizer is None:
@@ -132,13 +127,9 @@ def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | 
     if old in optimizer.state:
         state = optimizer.state.pop(old)
         optimizer.state[new] = {
-            name: _padded(value, capacity) if isinstance(value, Tensor) and value.shape == old.shape else value
+            name: pad(value, more) if isinstance(value, Tensor) and value.shape == old.shape else value
             for name, value in state.items()
         }
-
-
-def _padded(tensor: Tensor, size: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(size - tensor.numel())])
 
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
         saved = json.loads(bytes(packed.to(torch.uint8).flatten().tolist()))
     except (ValueError, RecursionError):
         saved = None
-    numbers = [saved.get(name) for name in ("budget", "steps", _EXTENDED)] if isinstance(saved, dict) else [False]
+    numbers = [saved.get(name) for name in ("budget", "steps", EXTENDED)] if isinstance(saved, dict) else [False]
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
         raise SparsifyError(
             f"`{SETTINGS}` of the state dict is damaged: it does not hold the settings of a run. Nothing was loaded."

@@ -30,7 +30,7 @@ from sparsify.training.entries import BUFFERS, POSITION
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.optimizer_steps import note_values
 from sparsify.training.plan import SETTINGS, STATE
-from sparsify.training.settings import adopt_settings, check_settings, record_settings
+from sparsify.training.settings import EXTENDED, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
 
 OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
@@ -40,7 +40,6 @@ IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # keys that transformers leaves out
 
 
 def place_hooks(engine: Engine) -> None:
-    """Places the hooks on the root."""
     root = engine.root
     root.__dict__[ENGINE] = engine
     engine.hooks = [
@@ -175,7 +174,9 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
             entries = stored[name][: int(stored[POSITION][2])]
             entries = entries.long() if name == IDS else entries
             state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
-        adopt_settings(engine, saved)
+        if engine.steps is None:
+            engine.steps = saved.get("steps")
+        engine.extended_at = saved.get(EXTENDED, 0)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:

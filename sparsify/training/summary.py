@@ -24,6 +24,7 @@ from sparsify.core.entries import VALUES
 from sparsify.selection.screening import Work
 from sparsify.strategies.strategy import PRESETS, Given, Increment, Repeat, Strategy
 from sparsify.training.engine import Engine
+from sparsify.training.entries import BUFFERS
 from sparsify.training.export import find_unheld, prepare
 
 TENSORS_SHOWN = 10
@@ -185,8 +186,8 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         num_dense=sum(parameters[name].numel() for name in engine.dense_names if name in parameters),
         step=engine.step,
         steps=engine.steps,
-        updates=engine.updates,
-        state_bytes=engine.entries.nbytes,
+        updates=engine.entries.updates,
+        state_bytes=engine.values.nbytes + sum(engine.root.get_buffer(name).nbytes for name in BUFFERS),
         counts=counts,
         sizes={tensor.name: tensor.numel for tensor in engine.tensors},
         verification=_verify(engine, model) if verify else None,
@@ -246,5 +247,5 @@ def _expected(engine: Engine) -> int:
     begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
         return 0
-    target = engine.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
+    target = engine.policy.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
     return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count

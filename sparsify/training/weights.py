@@ -41,13 +41,12 @@ class BaseWeights(AbstractContextManager[Model]):
     _entered = 0
 
     def __init__(self, weights: EffectiveWeights, model: Model) -> None:
-        self._weights = weights
-        self._model = model
+        self._weights, self._model = weights, model
 
     def __enter__(self) -> Model:
         try:
             with uninterrupted():
-                if not self._weights.are_base:
+                if not self._weights.step.paused:
                     self._trained = self._weights.make_base()
                 self._entered += 1
         except BaseException:
@@ -79,7 +78,7 @@ class EffectiveWeights:
     """The weights of a training step's model at its unmasked entries."""
 
     def __init__(self, step: TrainingStep, tensors: Sequence[ModelTensor]) -> None:
-        self._step, self._tensors, self._entries = step, tensors, step.entries
+        self.step, self._tensors, self._entries = step, tensors, step.entries
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
@@ -88,16 +87,6 @@ class EffectiveWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}  # a copy writes them before they are used
-
-    @property
-    def are_base(self) -> bool:
-        """Whether they are the pretrained ones for now."""
-        return self._step.paused
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has sharded them."""
-        return is_fully_sharded(self._entries.root)
 
     @property
     def are_in_step(self) -> bool:
@@ -109,7 +98,7 @@ class EffectiveWeights:
         return (
             written is not None
             and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._tensors[0].dtype or self.sharded)
+            and (self._written_dtype == self._tensors[0].dtype or is_fully_sharded(self._entries.root))
             and torch.equal(written, values)
         )
 
@@ -136,7 +125,7 @@ class EffectiveWeights:
 
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
-        if self.are_base:
+        if self.step.paused:
             return
         if self._may_write_again():
             self._scatter(seen=False)
@@ -181,7 +170,6 @@ class EffectiveWeights:
                 parameter.requires_grad_(False)
 
     def write_base(self) -> None:
-        """Writes the pretrained values into the weights."""
         self.reshard()
         for tensor in self._tensors:
             if tensor.count:
@@ -192,25 +180,24 @@ class EffectiveWeights:
         self.refresh()
         self.reshard()
         trained = [tensor.own_effective for tensor in self._tensors]
-        self._step.paused = True
+        self.step.paused = True
         self.write_base()
         return trained
 
     def make_trained(self, trained: list[Tensor]) -> None:
-        """Makes them the trained ones again."""
         self.reshard()
         for tensor, values in zip(self._tensors, trained, strict=True):
             tensor.write_without_version_bump(values)
-        self._step.paused = False
+        self.step.paused = False
 
     def reshard(self) -> None:
         """Returns gathered weights to their shards, where they may be read and written."""
-        if self.sharded:
+        if is_fully_sharded(self._entries.root):
             reshard(self._entries.root)
 
     def check_trained(self, call: str) -> None:
         """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""
-        if self.are_base:
+        if self.step.paused:
             raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
 
