@@ -152,7 +152,7 @@ def test_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classif
         ({"architecture": None}, r"does not record which class it was trained in: pass `model_class=...`"),
         ({"base_model_name_or_path": None}, r"does not record its base.*pass the base's id on the hub or its folder"),
         *(
-            ({"base_model_name_or_path": base}, rf"the base `{base}` cannot be loaded \(.*pass its id on the hub")
+            ({"base_model_name_or_path": base}, rf"cannot load the base `{base}` as .*id on the hub or its folder")
             for base in ("nowhere/at-all", "/no/such/folder")
         ),
     ],
