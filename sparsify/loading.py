@@ -72,8 +72,14 @@ def load_model(
     _check_arguments(base, delta, model_class)
     if not isinstance(delta, SparseDelta):
         delta = SparseDelta.load(delta, **{key: kwargs[key] for key in _SHARED_WITH_HUB if key in kwargs})
-    name, revision = _find_base(base, delta.config)
-    if revision is not None:
+    recorded, revision = delta.config.get("base_model_name_or_path"), delta.config.get("base_model_revision")
+    name = recorded if base is None else os.fspath(base)
+    if not isinstance(name, str) or not name:
+        raise SparsifyError(
+            "the delta does not record its base, or only a folder of the machine it was trained on: pass the base's id "
+            "on the hub or its folder, `load_model(base, delta)`."
+        )
+    if name == recorded and isinstance(revision, str):
         kwargs.setdefault("revision", revision)
     if model_class is None:
         model_class = _recorded_class(delta.config.get("architecture"))
@@ -85,7 +91,6 @@ def load_model(
 
 
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:
-    """Raises for a base that is loaded already, a sum of deltas, or an unsuitable class."""
     if isinstance(base, nn.Module):
         kind = type(base).__name__
         raise SparsifyError(f"`load_model` loads the base, and got a {kind} that is loaded: use `delta.apply(model)`.")
@@ -99,7 +104,6 @@ def _check_arguments(base: object, delta: object, model_class: Any) -> None:
 
 
 def _recorded_class(name: object) -> Any:
-    """The model class of transformers that a delta records."""
     import transformers
 
     remedy = "pass `model_class=...`, such as AutoModelForSequenceClassification, or the class it was trained in."
@@ -133,18 +137,6 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
         )
 
 
-def _find_base(base: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The base's name, and the recorded revision where it is the recorded base."""
-    recorded, revision = config.get("base_model_name_or_path"), config.get("base_model_revision")
-    name = recorded if base is None else os.fspath(base)
-    if not isinstance(name, str) or not name:
-        raise SparsifyError(
-            "the delta does not record its base, or only a folder of the machine it was trained on: pass the base's id "
-            "on the hub or its folder, `load_model(base, delta)`."
-        )
-    return name, revision if name == recorded and isinstance(revision, str) else None
-
-
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in; a model keeps wider tensors wider by itself."""
     dtypes = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
@@ -156,21 +148,17 @@ def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
 
 def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: dict[str, Any]) -> nn.Module:
     """Loads the base in the class that was trained; raises where neither it nor the delta has one of its tensors."""
-    from huggingface_hub.errors import HFValidationError  # raised by transformers 4 for a missing folder
-
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_no_load_report)
     try:
         labels = {} if "config" in kwargs else recorded_labels(delta.config, delta.whole)
         options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
         model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
-    except (OSError, HFValidationError) as error:
-        remedy = "pass its id on the hub or its folder, `load_model(base, delta)`."
-        raise SparsifyError(f"the base `{brief(name)}` cannot be loaded ({brief(error)}): {remedy}") from error
     except Exception as error:  # third parties' code for hundreds of models
         raise SparsifyError(
             f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
-            f"({type(error).__name__}: {brief(error)}): check base and arguments, or pass `model_class=...`."
+            f"({type(error).__name__}: {brief(error)}): check base and arguments, `load_model(base, delta)` with the "
+            "base's id on the hub or its folder, or pass `model_class=...`."
         ) from error
     finally:
         logger.removeFilter(_is_no_load_report)

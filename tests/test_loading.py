@@ -138,8 +138,8 @@ BASE = "base_model_name_or_path"
 RECORDS = [
     ("architecture", None, r"does not record which class it was trained in: pass `model_class=...`"),
     (BASE, None, r"does not record its base.*pass the base's id on the hub or its folder"),
-    (BASE, "nowhere/at-all", r"the base `nowhere/at-all` cannot be loaded \(.*pass its id on the hub"),
-    (BASE, "/no/such/folder", r"the base `/no/such/folder` cannot be loaded \(.*pass its id on the hub"),
+    (BASE, "nowhere/at-all", r"cannot load the base `nowhere/at-all` as .*id on the hub or its folder"),
+    (BASE, "/no/such/folder", r"cannot load the base `/no/such/folder` as .*id on the hub or its folder"),
 ]
 for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"]):
     RECORDS.append(("architecture", name, r"which is no model class of transformers: pass `model_class=...`"))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sparsify.errors import SparsifyError
 
-INITIAL_STD = 0.02  # of AdapterHub's init_weights="bert"
 _LEAST_FACTOR = 2**-10  # a larger bottleneck than 1024 times the hidden size is a mistake, or an attack
 # AdapterHub's settings for two published kinds: whether the attention has an adapter, in addition to the feed-forward
 # network's, and whether an adapter sees the sum of a sublayer's output and its residual, or the output
@@ -69,7 +68,7 @@ class Adapter(nn.Module):
         self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind]["non_linearity"]]())
         self.adapter_up = nn.Linear(bottleneck, width)
         for projection in (down, self.adapter_up):
-            nn.init.normal_(projection.weight, std=INITIAL_STD)
+            nn.init.normal_(projection.weight, std=0.02)  # AdapterHub's init_weights="bert"
             nn.init.zeros_(projection.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -147,8 +147,6 @@ def check_without_adapters(model: nn.Module) -> None:
 
 
 class Place(NamedTuple):
-    """The place of one adapter."""
-
     name: str  # of the dictionary that holds the adapter
     module: nn.Module  # gets the adapter's hook
     width: int  # size of the hidden states
@@ -173,9 +171,9 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
                     "whose output an adapter goes with target_modules=[...]."
                 )
     if not places:
-        remedy = "For any other model name the modules after whose output an adapter goes: target_modules=['mlp']."
         raise SparsifyError(
-            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. {remedy}"
+            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
+            "name the modules after whose output an adapter goes: target_modules=['mlp']."
         )
     return places
 

@@ -151,8 +151,6 @@ def _payload_text(file: Path) -> str:
 
 
 def _description(delta: SparseDelta) -> dict[str, Any]:
-    """The content of a delta as ``info --json`` prints it."""
-
     def typed(one: Tensor | TensorDelta) -> dict[str, Any]:
         return {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
 

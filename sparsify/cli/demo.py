@@ -148,8 +148,7 @@ def load_classifier(name_or_path: str, seed: int) -> DocstringClassifier:
     from transformers import AutoModel
 
     encoder = AutoModel.from_pretrained(name_or_path, dtype=torch.float32)
-    if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None  # BERT's, which mean pooling does not use
+    encoder.pooler = None  # BERT's, which mean pooling does not use
     torch.manual_seed(seed)
     return DocstringClassifier(encoder, encoder.config.hidden_size)
 

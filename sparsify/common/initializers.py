@@ -9,7 +9,6 @@ import hashlib
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,20 +50,14 @@ class InitializerRecipe:
 
         key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:16]
         generator = numpy.random.Philox(key=int.from_bytes(key, "little"))
-        standard = _uniform if self.distribution == "uniform" else _normal
         for part in result.split(_CHUNK):
-            numbers = torch.from_numpy(standard(generator, part.numel()) * float(self.scale))
+            count = part.numel()
+            if self.distribution == "uniform":  # the middle of one of 2^24 equal parts of (-1, 1)
+                standard = (2 * (generator.random_raw(count) >> 40).astype("float64") + 1) / 2**24 - 1
+            else:  # with mean 0 and variance 1 - 2^-32, of the twelve 16-bit parts of three raw numbers
+                parts = generator.random_raw(3 * count).astype("<u8").view("<u2").reshape(count, 12)
+                standard = (parts.sum(axis=1, dtype="int64") - 6 * 65_535) / 65_536
+            numbers = torch.from_numpy(standard * float(self.scale))
             # through float32 explicitly: casts from float64 to a short dtype differ in how often they round
             part.copy_(numbers if dtype == torch.float64 else numbers.float())
         return result.view(shape)
-
-
-def _uniform(generator: Any, count: int) -> Any:
-    """(count,) float64, each the middle of one of 2^24 equal parts of (-1, 1): 24 bits of a raw number."""
-    return (2 * (generator.random_raw(count) >> 40).astype("float64") + 1) / 2**24 - 1
-
-
-def _normal(generator: Any, count: int) -> Any:
-    """(count,) float64 with mean 0 and variance 1 - 2^-32: sums of the twelve 16-bit parts of three raw numbers."""
-    parts = generator.random_raw(3 * count).astype("<u8").view("<u2").reshape(count, 12)
-    return (parts.sum(axis=1, dtype="int64") - 6 * 65_535) / 65_536

@@ -41,10 +41,6 @@ class Ranks:
         self.bytes_sent = 0  # by this rank, to select the same entries as the others, as ring algorithms send them
         self.exchanges = 0  # number of collective calls
 
-    @property
-    def is_first(self) -> bool:
-        return num_ranks() == 1 or dist.get_rank() == 0
-
     def gather(self, own: Tensor) -> Tensor:
         """Gathers tensors of one shape (n,): (ranks, n)."""
         parts = [torch.empty_like(own) for _ in range(num_ranks())]

@@ -1,4 +1,4 @@
-"""Raw bits of tensors: hash, compare, check and write them, for any dtype and strides."""
+"""Raw bits of tensors: hash and compare them, for any dtype and strides."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def digest(values: Tensor) -> str:
     if sys.byteorder == "big":
         as_bytes = as_bytes.view(-1, values.element_size()).flip(1).contiguous()
     return hashlib.sha256(as_bytes.numpy().data).hexdigest()
-
-
-def all_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN, of which a finite sum is a proof that takes less time than to look."""
-    total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(values.isfinite().all())
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -14,8 +14,8 @@ from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
-TOKENS_AT_ONCE = 256  # rows of the factors that are transposed together
-ENTRIES_AT_ONCE = 1 << 10  # whose columns, of so many tokens, stay in a cache
+TOKENS_AT_ONCE = 128  # rows of the factors that are transposed together
+ENTRIES_AT_ONCE = 1 << 12  # whose columns, of so many tokens, stay in a cache
 ENTRY = 70  # cost of a dot product on a CPU
 FACTORS = {torch.bfloat16: 2}  # of a CPU's costs: a dense product in this dtype takes half the time
 MOVED = {True: 80, False: 10}  # cost of a byte that a GPU moves for each token, with matrix units and without

@@ -20,7 +20,7 @@ from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
-from sparsify.strategies.importance import SNIP, Custom, Fisher
+from sparsify.strategies.importance import SNIP, Fisher
 from sparsify.strategies.strategy import Prune, Strategy
 
 
@@ -97,22 +97,18 @@ def rank_by_scores(
     for tensor in tensors:
         if importance.covers(tensor.name):
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            if totals:
-                scores = _scores_by_gradient(tensor, importance, totals[tensor])
-            else:
-                scores = _scores_by_weight(tensor, importance, seed)
+            scores = _scores(tensor, importance, seed, totals[tensor] if totals else None)
             offer_scores(topk, scores, tensor.offset, excluded)
     return topk.winners().ids
 
 
-def _scores_by_weight(tensor: MaskedTensor, importance: Importance, seed: str) -> Iterator[Tensor]:
-    digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    return (importance.score(block, generator) for block in in_blocks(tensor.weight))
-
-
-def _scores_by_gradient(tensor: MaskedTensor, importance: Importance, total: Tensor) -> Iterator[Tensor]:
-    """Scores by a calibration's sum; a score of 0 does not count."""
+def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tensor | None) -> Iterator[Tensor]:
+    """Scores in blocks, by the weights alone or by a calibration's sum, where a score of 0 does not count."""
+    if total is None:
+        digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        yield from (importance.score(block, generator) for block in in_blocks(tensor.weight))
+        return
     for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
@@ -143,22 +139,17 @@ def _check_budget(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: in
 
 
 def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: int, found: int) -> str:
-    """The error text; ``wanted`` is the whole budget, or the number that the allocation gives to a single tensor."""
     share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
-    if isinstance(importance, Custom) or not importance.uses_gradient:
-        score = "score above 0 in the calibration" if importance.uses_gradient else "finite score"
-        return (
-            f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score}: NaN and infinite "
-            "scores do not count, nor do those up to 0 of an importance of gradients. Correct it, or lower the budget."
-        )
+    score = "score above 0 in the calibration" if importance.uses_gradient else "finite score"
     zeros = [tensor.name for tensor in tensors if isinstance(importance, SNIP) and not tensor.weight.any()]
     reason = (
         f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
         f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
     ) if zeros else ""  # fmt: skip
     return (
-        f"{share}, but only {found:,} entries have an importance above 0 in the calibration; give it more examples, or "
-        f"lower the budget.{reason}"
+        f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score} (NaN and infinite ones "
+        "do not count); correct it if it is your own, give the calibration more examples, or lower the budget."
+        f"{reason}"
     )
 
 
@@ -176,37 +167,34 @@ def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], b
     The support has a bool mask or flat indices (n,) by tensor name, in the model or in the plain model.
     """
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
-    ids = [_given_in(name, by_name, entries) for name, entries in support.items()]
-    found = torch.cat(ids).unique() if ids else torch.empty(0, dtype=torch.int64)
+    ids = [torch.empty(0, dtype=torch.int64)]
+    for name, given in support.items():
+        tensor, problem = by_name.get(plain_name(name)), None
+        if tensor is None:
+            raise SparsifyError(
+                f"the given set has entries of `{name}`, which is no candidate of this model; "
+                f"expected names such as `{next(iter(by_name))}`."
+            )
+        entries = torch.as_tensor(given).detach().cpu()
+        if entries.dtype == torch.bool and entries.shape == tensor.shape:
+            entries = entries.flatten().nonzero().squeeze(1)
+        if entries.dtype == torch.bool:
+            problem = f"a mask for `{name}` of shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}"
+        elif entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
+            problem = f"{entries.dtype} for `{name}`; expected a bool mask or flat indices"
+        elif ((entries < 0) | (entries >= tensor.numel)).any():
+            problem = f"indices of `{name}` outside its {tensor.numel:,} entries"
+        elif torch.isin(entries, tensor.never_candidates.cpu()).any():
+            problem = f"entries of `{name}` in its padding row, which is never trained"
+        if problem is not None:
+            raise SparsifyError(f"the given set has {problem}.")
+        ids.append(entries.to(torch.int64) + tensor.offset)
+    found = torch.cat(ids).unique()
     if not found.numel():
         raise SparsifyError("the given set is empty; expected masks or indices with at least one entry.")
     if budget is not None and (isinstance(budget, bool) or budget != found.numel()):
         raise SparsifyError(f"budget={budget!r} with a given set of {found.numel():,} entries; pass budget=None.")
     return found
-
-
-def _given_in(name: str, tensors: Mapping[str, MaskedTensor], entries: Tensor) -> Tensor:
-    """Checks the mask, or the flat indices, of one tensor and returns its global ids (n,)."""
-    tensor, problem = tensors.get(plain_name(name)), None
-    if tensor is None:
-        raise SparsifyError(
-            f"the given set has entries of `{name}`, which is no candidate of this model; "
-            f"expected names such as `{next(iter(tensors))}`."
-        )
-    entries = torch.as_tensor(entries).detach().cpu()
-    if entries.dtype == torch.bool and entries.shape == tensor.shape:
-        entries = entries.flatten().nonzero().squeeze(1)
-    if entries.dtype == torch.bool:
-        problem = f"a mask for `{name}` of shape {tuple(entries.shape)}, expected {tuple(tensor.shape)}"
-    elif entries.is_floating_point() or entries.is_complex() or entries.dim() != 1:
-        problem = f"{entries.dtype} for `{name}`; expected a bool mask or flat indices"
-    elif ((entries < 0) | (entries >= tensor.numel)).any():
-        problem = f"indices of `{name}` outside its {tensor.numel:,} entries"
-    elif torch.isin(entries, tensor.never_candidates.cpu()).any():
-        problem = f"entries of `{name}` in its padding row, which is never trained"
-    if problem is not None:
-        raise SparsifyError(f"the given set has {problem}.")
-    return entries.to(torch.int64) + tensor.offset
 
 
 def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Tensor) -> None:

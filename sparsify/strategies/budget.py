@@ -18,15 +18,13 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     available = sum(number for name, number in candidates.items() if importance.covers(name))
     if available == 0:
         raise SparsifyError(f"{importance} finds no entry among the {len(candidates)} candidate tensors.")
-    if budget is None:
-        if isinstance(importance, Bias):
-            return available
+    if budget is None and isinstance(importance, Bias):
+        return available
+    if isinstance(budget, bool) or not isinstance(budget, Real):
         raise SparsifyError(
-            f"budget=None with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
+            f"budget={budget!r} with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
             "the candidates, a float in (0, 1). Only bitfit and full need no budget."
         )
-    if isinstance(budget, bool) or not isinstance(budget, Real):
-        raise SparsifyError(f"budget={budget!r}; expected an int (entries), a float in (0, 1) (a share), or None.")
     if not isinstance(budget, Integral):
         if not 0 < budget < 1 or budget * available < 1:
             raise SparsifyError(

@@ -86,7 +86,16 @@ def find_targets(
             (saved if holders & dense else frozen)[name] = parameter
 
     if not candidates:
-        raise SparsifyError(_nothing_left(owners, quantized, target_modules))
+        if not any(parameter.requires_grad for parameter in owners):
+            raise SparsifyError(
+                "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify(). Quantized "
+                'weights cannot; name the layers to train with target_modules, such as "all-linear".'
+            )
+        raise SparsifyError(
+            f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and "
+            "modules_to_save) matches no module with parameters that require grad; name modules that own weights, such "
+            "as the linear layers."
+        )
     if target_modules is not None:
         matched = {name for name in targeted if modules[name]._parameters}
         if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
@@ -96,7 +105,13 @@ def find_targets(
                 stacklevel=3,
             )
     elif quantized and not _is_peft(modules):
-        _warn_of_quantized(quantized, owners)
+        others = [parameter for parameter, places in owners.items() if places[0][0] not in quantized]
+        if all(parameter.requires_grad for parameter in others):  # the user has not frozen any by choice
+            warnings.warn(
+                f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
+                'train entries of them too, name their layers with target_modules, such as "all-linear".',
+                stacklevel=3,
+            )
     return Targets(tuple(candidates), saved, frozen)
 
 
@@ -159,7 +174,6 @@ def _with_children(parents: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bool) -> str:
-    """The error text for a pattern that matches no module."""
     if is_regex and get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
     if is_regex and (number := sum(_is_end(pattern, name) for name in names)):
@@ -173,30 +187,6 @@ def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bo
     return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"
 
 
-def _nothing_left(parameters: Iterable[nn.Parameter], quantized: list[str], target_modules: Pattern) -> str:
-    if target_modules is None and quantized:
-        return (
-            "no parameter of the model requires grad, and quantized weights cannot; name the layers to train with "
-            'target_modules, such as "all-linear".'
-        )
-    if not any(parameter.requires_grad for parameter in parameters):
-        return "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify()."
-    return (
-        f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
-        "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
-    )
-
-
 def _is_peft(modules: Mapping[str, nn.Module]) -> bool:
     """Whether PEFT has added adapters to the model, and so frozen its base."""
     return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())
-
-
-def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
-    """Warns of modules with quantized weights, unless the rest of the model is frozen too."""
-    if all(parameter.requires_grad or places[0][0] in quantized for parameter, places in owners.items()):
-        warnings.warn(
-            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
-            'train entries of them too, name their layers with target_modules, such as "all-linear".',
-            stacklevel=4,
-        )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.common.raw_bits import all_finite, as_bits, digest, same_values
+from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices, is_text
 from sparsify.delta.metadata import PAYLOAD_KEY, check_object
@@ -243,7 +243,7 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
     if values.dtype != dtype or values.dim() != 1:
         shape = tuple(values.shape)
         raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
-    if not all_finite(values):
+    if not values.isfinite().all():
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:
         return KnownValues(values)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
 from sparsify.common.names import ENGINE, listed, plain_model, plain_name
-from sparsify.common.raw_bits import all_finite, digest
+from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
@@ -150,7 +150,7 @@ class Exporter:
         found: dict[str, TrainedEntries] = {}
         for (tensor, entries), own in zip(self._entries.items(), _on_host(values), strict=True):
             name, entries = plain_name(tensor.name), entries._replace(values=own)
-            if not all_finite(own):
+            if not own.isfinite().all():
                 _delta(name, entries)
             if name in found:
                 raise SparsifyError(f"two trained tensors are called `{name}`: rename one of the modules.")

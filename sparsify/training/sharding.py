@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
@@ -53,7 +54,7 @@ def read_base(tensors: Sequence[MaskedTensor], entries: ModelEntries, ranks: Ran
     base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
     for tensor in tensors:
         new = tensor.slots >= first
-        if is_shard(tensor.parameter) or ranks.is_first:
+        if is_shard(tensor.parameter) or dist.get_rank() == 0:
             read = read_own_entries(tensor.parameter, tensor.indices[new])
             base[tensor.slots[new].to(base.device)] = read.to(base)
     buffer = entries.root.get_buffer(BASE)

@@ -147,7 +147,7 @@ def test_a_quantized_weight_is_a_candidate_only_where_it_is_named():
     assert [tensor.name.split(".")[-2] for tensor in get_engine(model).tensors] == ["q_proj", "q_proj"]
     model, _ = quantized_build("llama", "nf4")
     model.requires_grad_(False)
-    with pytest.raises(SparsifyError, match="quantized weights cannot; name the layers"):
+    with pytest.raises(SparsifyError, match="Quantized weights cannot; name the layers"):
         sparsify(model, 20, "random")
     sparsify(model, 20, "random", target_modules="all-linear", exclude_modules=["mlp"])
     assert len(masked_quantized(model)) == 8

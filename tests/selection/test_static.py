@@ -233,9 +233,9 @@ def test_tensors_without_a_score_get_no_budget():
     model = nn.ModuleDict({"used": nn.Linear(4, 2, bias=False), "unused": nn.Linear(2, 4, bias=False)})
     nn.init.zeros_(model["unused"].weight)
     options = {"calibration": [torch.ones(3, 4)], "loss_fn": lambda model, x: model["used"](x).square().sum()}
-    with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but only 0 entries have"):
+    with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but .* only 0 entries a score"):
         sparsify(model, 8, Strategy(SNIP(), Prune("uniform", pretrained=True)), **options)
-    with pytest.raises(SparsifyError, match=r"budget=9, but only 8 entries .*1 of 2 tensors are all zeros"):
+    with pytest.raises(SparsifyError, match=r"budget=9, but .* only 8 entries .*1 of 2 tensors are all zeros"):
         sparsify(model, 9, Strategy(SNIP(), Prune(pretrained=True)), **options)
 
 
