@@ -7,6 +7,8 @@ that the Triton form moves, and from an H100's data sheet.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,7 @@ from sparsify.core.devices import runs_ahead
 from sparsify.kernels import has_triton
 
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
-TOKENS_AT_ONCE = 128  # rows of the factors that are transposed together
-ENTRIES_AT_ONCE = 1 << 12  # whose columns, of so many tokens, stay in a cache
+TOKENS_AT_ONCE = 256  # rows of the factors that are transposed together on a CPU
 ENTRY = 70  # cost of a dot product on a CPU
 FACTORS = {torch.bfloat16: 2}  # of a CPU's costs: a dense product in this dtype takes half the time
 MOVED = {True: 80, False: 10}  # cost of a byte that a GPU moves for each token, with matrix units and without
@@ -49,12 +50,14 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
 
 
 def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """The plain torch form of :func:`sddmm`: it gathers the columns of the factors as rows of their transposes."""
-    row, column = indices.div(right.shape[1], rounding_mode="floor"), indices % right.shape[1]
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    total = torch.zeros(indices.numel(), dtype=dtype, device=left.device)
+    """The plain torch form of :func:`sddmm`: torch's sampled product, of some tokens after the others."""
+    (rows, cols), dtype = (left.shape[1], right.shape[1]), torch.promote_types(left.dtype, torch.float32)
+    ordered, places = indices.unique(return_inverse=True)
+    starts = torch.searchsorted(ordered, torch.arange(0, (rows + 1) * cols, max(1, cols), device=ordered.device))
+    total = torch.zeros(ordered.numel(), dtype=dtype, device=left.device)
+    with warnings.catch_warnings():  # torch warns once that its compressed rows are in beta state
+        warnings.simplefilter("ignore")
+        total = torch.sparse_csr_tensor(starts, ordered % cols, total, (rows, cols), check_invariants=False)
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
-        of_rows, of_columns = some_left.t().to(dtype).contiguous(), some_right.t().to(dtype).contiguous()
-        for part, rows, columns in zip(*(each.split(ENTRIES_AT_ONCE) for each in (total, row, column)), strict=True):
-            part += of_rows.index_select(0, rows).mul_(of_columns.index_select(0, columns)).sum(1)
-    return total
+        total = torch.sparse.sampled_addmm(total, some_left.t().to(dtype), some_right.to(dtype))
+    return total.values()[places]
