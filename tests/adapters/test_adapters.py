@@ -396,7 +396,6 @@ def test_a_model_without_adapters_has_none_to_give(call):
 
 
 def edited(folder, change):
-    """Changes the config in a folder."""
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     change(config)

@@ -23,7 +23,6 @@ TARGETS = ["query", "value"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A base without a head."""
     folder = tmp_path_factory.mktemp("base")
     build("bert")[0].bert.save_pretrained(folder)
     return folder

@@ -15,7 +15,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=["plain", "triton"], scope="module")
 def form(request, device):
-    """All forms."""
     if request.param == "plain":
         return plain_sddmm
     if not has_triton(device):

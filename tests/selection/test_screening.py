@@ -41,7 +41,6 @@ def screen(topk, tensor, gradient, excluded=NOTHING, importance=D3()):  # noqa: 
 
 @pytest.fixture(autouse=True)
 def always_worth_it(screened):
-    """Whatever a layer's size."""
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
