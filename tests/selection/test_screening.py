@@ -33,14 +33,11 @@ def a_tensor(weight, unmasked=NOTHING):
     tensor.offset = 100
     unmask(tensor, unmasked, torch.zeros(unmasked.numel()))
     return tensor
+pytestmark = pytest.mark.usefixtures("screened")  # whatever a layer's size
 
 
 def screen(topk, tensor, gradient, excluded=NOTHING, importance=D3()):  # noqa: B008 - frozen
     return StreamingSelector(topk, importance, Work()).screen(tensor, gradient, excluded)
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(screened):
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
