@@ -18,6 +18,7 @@ SOURCE = '''"""Tools for reading and writing things."""
 raise SystemExit("a source is parsed, never run")
 
 class Reader:
+    """Reads one thing after another."""
 
     async def read(self):
         """Return the next thing, or None."""

@@ -33,6 +33,8 @@ def a_tensor(weight, unmasked=NOTHING):
     tensor.offset = 100
     unmask(tensor, unmasked, torch.zeros(unmasked.numel()))
     return tensor
+
+
 pytestmark = pytest.mark.usefixtures("screened")  # whatever a layer's size
 
 
