@@ -23,12 +23,7 @@ VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"
 
 
 class Entries:
-    """The entries of a model, held by its ``root``.
-
-    Args:
-        root: the model; what it has in addition after :meth:`register` is all state.
-        sizes: number of entries of each masked tensor, by number.
-    """
+    """The entries of a model, the ``root``, whose masked tensors have so many entries each (``sizes``)."""
 
     def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
         self.root, self.ends = root, list(accumulate(sizes))
@@ -63,21 +58,17 @@ class Entries:
         """(count,) pretrained values, by slot."""
         return self.root._buffers[BASE][: self.count]  # type: ignore[index]
 
-    def by_tensor(self) -> tuple[Tensor, Tensor]:
-        """Slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index."""
-        return self._sorted
-
     def of(self, number: int) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
         if self._split is None:
-            self._split = [part.split(self.counts) for part in self._sorted]
+            self._split = [part.split(self.counts) for part in self.by_tensor]
         return self._split[0][number], self._split[1][number]
 
     def effective(self) -> tuple[Tensor, ...]:
         """Base + delta of each tensor's entries (k,), by ascending index."""
         base, values = self.base, self.values.detach()[: self.count]
         total = base.to(torch.promote_types(base.dtype, values.dtype)) + values.to(base.device)
-        return total.index_select(0, self._sorted[0]).split(self.counts)
+        return total.index_select(0, self.by_tensor[0]).split(self.counts)
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         """Adds entries (n,): global ids in order of unmasking, pretrained values, and how many each tensor has."""
@@ -92,10 +83,10 @@ class Entries:
         self.step, self.updates = self.step + 1, self.updates + updates
 
     def _sort(self) -> None:
-        """Makes the view by tensor."""
         ids, slots = self.ids.sort()
         offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
-        self._sorted = slots, ids - offsets.repeat_interleave(counts, output_size=self.count)
+        # slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index
+        self.by_tensor = slots, ids - offsets.repeat_interleave(counts, output_size=self.count)
         self._split = None
 
 

@@ -25,13 +25,10 @@ LARGEST_HELD = 4  # factors are held for another use of their weight while they 
 
 
 class DenseGradient:
-    """A gradient with its values.
+    """A gradient with its values (n, cols), of some rows (n,) int64; the last one may be repeated, with zeros.
 
-    Args:
-        values: (n, cols).
-        rows: (n,) int64, the rows of the weight that ``values`` belong to; the last may be repeated, with zeros.
-        owned: whether ``values`` may be written to; autograd shares some gradients between nodes.
-        dtype: the dtype that the gradient came in, where ``values`` are sums in a longer one.
+    The values may be written to if they are ``owned``: autograd shares some gradients between nodes. ``dtype`` is the
+    one that the gradient came in, where the values are sums in a longer one.
     """
 
     def __init__(
@@ -98,12 +95,9 @@ class DenseGradient:
 
 
 class Product:
-    """A linear layer's gradient left^T right, not multiplied out.
+    """A linear layer's gradient left^T right, not multiplied out, with left (n, rows) and right (n, cols) of n tokens.
 
-    Args:
-        left: (n, rows), of n tokens.
-        right: (n, cols).
-        looked_up: rows to be added to it, of a table that is an embedding and the output layer.
+    ``looked_up`` are rows to be added to it, of a table that is an embedding and the output layer.
     """
 
     rows = None

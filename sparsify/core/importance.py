@@ -18,16 +18,13 @@ ROUNDING_SLACK = 1 + 1e-5  # a bound stays above the score however either is rou
 class Importance(ABC):
     """A named score of entries.
 
-    Attributes:
-        name: the name in a delta's config.
-        uses_gradient: whether it scores weights and gradients, during backward; an entry whose gradient or score is
-            zero is then never unmasked. Otherwise it scores the weights alone, and its ranking is known before a step.
-        monotone: whether, for any weight, a larger abs(grad) never scores lower.
+    If it uses the gradient, an entry whose gradient or score is zero is never unmasked. Otherwise it scores the weights
+    alone, and its ranking is known before a step.
     """
 
-    name: str
+    name: str  # in a delta's config
     uses_gradient: bool = True
-    monotone: bool = False
+    monotone: bool = False  # whether, for any weight, a larger abs(grad) never scores lower
 
     @abstractmethod
     def score(self, weight: Tensor, grad: Any, /) -> Tensor:
@@ -79,18 +76,10 @@ class D3(Importance):
         threshold = with_slack(threshold)
         if self.exp >= 0:  # the denominator is smallest where the weight is 0: no pass over the weights is needed
             return (threshold * self.eps**self.exp).expand(weight.shape[0])
-        return zero_for_nan(threshold * (row_maximum(weight).to(threshold.dtype) + self.eps) ** self.exp)
+        largest = torch.linalg.vector_norm(weight, torch.inf, dim=1).to(threshold.dtype)
+        return (threshold * (largest + self.eps) ** self.exp).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def with_slack(threshold: Tensor) -> Tensor:
     """A little below the threshold, at least 0, so that no entry is missed by rounding or by flushing to zero."""
     return (threshold - torch.finfo(threshold.dtype).tiny).div_(ROUNDING_SLACK).clamp_(min=0)
-
-
-def zero_for_nan(least: Tensor) -> Tensor:
-    return least.nan_to_num(nan=0.0, posinf=torch.inf)
-
-
-def row_maximum(weight: Tensor) -> Tensor:
-    """The largest abs(weight) (rows,) of each row (rows, cols)."""
-    return torch.linalg.vector_norm(weight, torch.inf, dim=1)

@@ -12,7 +12,7 @@ from torch import nn
 from sparsify.core.entries import Entries
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.module import TENSORS, MaskedModule
-from sparsify.core.optimizer import listen, stop_listening
+from sparsify.core.optimizer import LISTENING, listen
 from sparsify.core.policy import Policy
 from sparsify.core.step import TrainingStep
 from sparsify.core.taps import ReadParameters, tap_parameters, untap_parameters
@@ -25,12 +25,9 @@ Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, a
 def train(
     model: nn.Module, capacity: int, policy_of: Callable[[Sequence[MaskedTensor], Entries], Policy]
 ) -> TrainingStep:
-    """Makes a plain model train at entries that a policy unmasks, and nothing else.
+    """Makes a plain model train, in place, at ``capacity`` entries that a policy unmasks, and nothing else.
 
-    Args:
-        model: changed in place; its parameters that require grad are the candidates.
-        capacity: length of the flat delta.
-        policy_of: makes the policy of the masked tensors and their entries.
+    The parameters that require grad are the candidates.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -75,7 +72,7 @@ def install(
 
 def uninstall(step: TrainingStep, model: nn.Module) -> None:
     """Undoes :func:`install`, but for what required grad; the weights keep their values."""
-    stop_listening(step)
+    LISTENING.discard(step)
     for module in list(model.modules()):
         unmark(module)
     step.entries.remove()

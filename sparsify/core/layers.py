@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
-from sparsify.core.module import MaskedModule, count_uses, first_order, masked_tensors, without_autocast
+from sparsify.core.module import MaskedModule, count_uses, masked_tensors, without_autocast
 from sparsify.core.tensor import Use
 
 
@@ -113,7 +113,6 @@ class _Linear(torch.autograd.Function):
         return y.data  # no longer a view of a matrix: models write into a layer's output, as in ``q /= sqrt(dim)``
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
@@ -150,7 +149,6 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         if ctx.use.begin():

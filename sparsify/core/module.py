@@ -1,24 +1,16 @@
-"""The base of all masked modules: their masked parameters, views of these, and what their autograd nodes cannot do."""
+"""The base of all masked modules: their masked parameters, the uses of these in a forward, and views of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsify.core.tensor import MaskedTensor, Use
-from sparsify.errors import SparsifyError
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
-NOT_TWICE = (
-    "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
-    "second time (double backward, as for gradient penalties and Hessians). Leave out create_graph, or train the plain "
-    "model: desparsify(model)."
-)
 
 
 def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
@@ -44,18 +36,6 @@ def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
             tensor.check_shape(parameter)
         found[attribute] = parameter.detach(), use
     return found
-
-
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward of an autograd function raise ``SparsifyError`` under ``create_graph=True``."""
-
-    @wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
-            raise SparsifyError(NOT_TWICE)
-        return backward(ctx, *grads)
-
-    return checked
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

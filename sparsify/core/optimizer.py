@@ -13,25 +13,20 @@ from sparsify.core.entries import VALUES
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 
-_LISTENING: weakref.WeakSet[TrainingStep] = weakref.WeakSet()
+LISTENING: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # are told of optimizer steps for as long as they live
 _HOOKS: list[Any] = []
 
 
 def listen(step: TrainingStep) -> None:
-    """Tells a training step of optimizer steps from now on, for as long as it lives."""
+    """Tells a training step of optimizer steps from now on."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
-    _LISTENING.add(step)
-
-
-def stop_listening(step: TrainingStep) -> None:
-    """Ends what :func:`listen` began."""
-    _LISTENING.discard(step)
+    LISTENING.add(step)
 
 
 def listening() -> list[TrainingStep]:
     """The training steps that listen, but for those in the middle of a copy, or in one that failed."""
-    return [step for step in list(_LISTENING) if VALUES in step.entries.root.__dict__.get("_parameters", ())]
+    return [step for step in list(LISTENING) if VALUES in step.entries.root.__dict__.get("_parameters", ())]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -41,22 +36,17 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _LISTENING:
+    if not LISTENING:
         return
-    held = set(map(id, parameters_of(optimizer)))
-    errors = []
-    for step in listening():
-        values = step.entries.values
-        if id(values) in held and values.grad is not None and not _skipped(optimizer):
-            try:
-                step.optimizer_stepped(optimizer)
-            except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
-                errors.append(error)
+    held, errors = set(map(id, parameters_of(optimizer))), []
+    steps = [step for step in listening() if id(step.entries.values) in held and step.entries.values.grad is not None]
+    found_inf = getattr(optimizer, "found_inf", None)  # GradScaler's word to a fused one to leave the parameters alone
+    if not steps or (found_inf is not None and bool(found_inf)):
+        return
+    for step in steps:
+        try:
+            step.optimizer_stepped(optimizer)
+        except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
+            errors.append(error)
     if errors:
         raise errors[0]
-
-
-def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer was told by GradScaler to leave the parameters alone."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)

@@ -50,23 +50,10 @@ class Selector:
         return self._topk.finite
 
 
-def select_dense(policy: Policy, number: int) -> Selector:
-    """Makes a selector of so many entries by their whole gradients."""
-    values = policy.entries.values
-    return Selector(TopK(number, values.dtype, values.device), policy.importance)
-
-
 class Policy:
     """static-S, and what it has in common with the other policies.
 
-    Args:
-        importance, schedule: score the entries, and say how the unmasked set grows to the ``budget``.
-        tensors, entries: all of them, by ascending offset, and the unmasked set.
-        steps: optimizer steps planned; ``None`` where the number is not known.
-        select: makes the selector of a step, of a policy and a number of entries.
-
-    Attributes:
-        active: (capacity,) bool, the slots that the step in progress trains; ``None`` for all of them.
+    ``importance`` scores the entries of the tensors; ``schedule`` says how the unmasked ones grow to the ``budget``.
     """
 
     static = True  # whether the unmasked set never changes
@@ -74,11 +61,12 @@ class Policy:
 
     def __init__(
         self, importance: Any, schedule: Schedule, tensors: Sequence[MaskedTensor], entries: Entries, budget: int,
-        steps: int | None, select: Callable[[Policy, int], Selector] = select_dense,
+        steps: int | None, select: Callable[[Policy, int], Selector] | None = None,
     ) -> None:  # fmt: skip
         self.importance, self.schedule, self.tensors, self.entries = importance, schedule, tensors, entries
-        self.budget, self.steps, self.select = budget, steps, select
-        self.active: Tensor | None = None
+        self.budget, self.select = budget, select  # makes a selector of so many entries
+        self.steps = steps  # optimizer steps planned; None where the number is not known
+        self.active: Tensor | None = None  # (capacity,) bool, the slots that this step trains; None for all of them
 
     def growing(self) -> bool:
         """Whether entries may still be unmasked."""
@@ -90,8 +78,10 @@ class Policy:
 
     def selector(self) -> Selector | None:
         """Makes the selector of a backward pass; ``None`` where nothing is to be selected."""
-        number = self.quota()
-        return self.select(self, number) if number else None
+        number, values = self.quota(), self.entries.values
+        if number and self.select is not None:
+            return self.select(self, number)
+        return Selector(TopK(number, values.dtype, values.device), self.importance) if number else None
 
     def unmask(self, winners: Winners) -> Winners:
         """Takes note of a step's winners, and returns those that get the next free slots, in this order."""

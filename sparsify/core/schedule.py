@@ -64,25 +64,17 @@ class Schedule:
             )
 
     def target(self, step: int, steps: int, budget: int) -> int:
-        """Number of entries unmasked after an optimizer step.
+        """Number of entries unmasked after a step, from 0, of T planned ``steps``; it may lie beyond the plan.
 
-        Args:
-            step: the optimizer step, counted from 0; may lie beyond the plan.
-            steps: the planned number of optimizer steps T.
-            budget: the number of entries B.
-
-        Returns:
-            floor(B c(min(1, (t + 1) / (until T)))), in exact arithmetic, with t the last step of the ``every`` block.
+        It is floor(budget c(min(1, (t + 1) / (until T)))), in exact arithmetic, with t the last step of the ``every``
+        block.
         """
         steps_covered = step - step % self.every + self.every
         share = min(Fraction(1), Fraction(steps_covered) / (Fraction(str(self.until)) * steps))
         return math.floor(budget * SHAPES[self.shape](share))
 
     def quota(self, step: int, steps: int, budget: int, unmasked: int) -> int:
-        """Number of entries to unmask in an optimizer step, with ``unmasked`` before it.
-
-        0 between the multiples of ``every``, and beyond the plan.
-        """
+        """Number of entries to unmask in a step, with ``unmasked`` before it: 0 between the multiples of ``every``."""
         if step >= steps or step % self.every:
             return 0
         return max(0, self.target(step, steps, budget) - unmasked)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.module import first_order
 from sparsify.core.policy import Policy, Selector
-from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.core.tensor import NOT_TWICE, MaskedTensor, Use
 from sparsify.core.topk import Winners
+from sparsify.errors import SparsifyError
 
 
 class Pass:
@@ -85,19 +85,14 @@ class _RootNode(torch.autograd.Function):
         return values.new_zeros(1)  # torch.compile takes a float64 scalar for a Python number, and compiles again
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # a compiled use does not see it
+            raise SparsifyError(NOT_TWICE)
         return ctx.step().commit(), None
 
 
 class TrainingStep:
-    """What happens from one optimizer step to the next.
-
-    Args:
-        tensors: the masked tensors, by number; they hand their gradients to this.
-        entries: the unmasked ones.
-        policy: which ones to unmask.
-    """
+    """What happens from one optimizer step to the next: tensors hand over gradients, a policy says what to unmask."""
 
     pass_kind: type[Pass] = Pass
     compiled: Any = None  # computes the layers while torch.compile traces them

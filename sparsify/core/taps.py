@@ -1,9 +1,8 @@
 """Taps: the masked form of any other module that owns parameters: norms, convolutions, experts, class tokens.
 
 During the module's own forward its parameters are read as *taps*, which two forward hooks make and drop. A tap is the
-identity; its node receives the parameter's whole gradient, as the module's own autograd computes it, and hands it to
-``collect``. The module keeps its class, and the parameters stay where they are. A masked weight that is read in the
-model's forward but outside of its own module's (a table as the output layer, a parameter in a list) is a tap too.
+identity; its node receives the parameter's whole gradient and hands it to ``collect``. A masked weight that is read in
+the model's forward, but outside of its own module's (a table as the output layer, a parameter in a list), is a tap too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
-from sparsify.core.module import count_uses, first_order, masked_tensors
+from sparsify.core.module import count_uses, masked_tensors
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -26,7 +25,6 @@ class _Tap(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if ctx.use.begin():
             ctx.use.collect(tap_gradient(grad))

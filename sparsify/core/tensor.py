@@ -27,6 +27,11 @@ REENTRANT = (
     "entries that are selected over the whole model. Use the non-reentrant form: "
     'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
 )
+NOT_TWICE = (
+    "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
+    "second time (double backward, as for gradient penalties and Hessians). Leave out create_graph, or train the plain "
+    "model: desparsify(model)."
+)
 _NUMBERS = itertools.count()
 
 
@@ -45,6 +50,8 @@ class Use:
 
     def begin(self) -> bool:
         """Begins the backward of the use, and so ends it; whether its gradient is wanted."""
+        if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
+            raise SparsifyError(NOT_TWICE)
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
@@ -72,7 +79,6 @@ class MaskedTensor:
     collector: Any = None  # the TrainingStep (step.py) that takes the gradients
 
     is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
-    scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
         self.shape, self.numel = self.shape_now, self.shape_now.numel()  # at sparsify()
@@ -110,8 +116,6 @@ class MaskedTensor:
         cols = self.shape[-1] if self.shape else 1
         return self.numel // max(1, cols), cols
 
-    # -------------------------------------------------------------------------------- its entries
-
     @property
     def count(self) -> int:
         """Number of unmasked entries."""
@@ -140,11 +144,6 @@ class MaskedTensor:
         return entries.values.detach().index_select(0, entries.of(self.number)[0]).to(self.parameter.device)
 
     @property
-    def num_candidates(self) -> int:
-        """Number of entries that may be unmasked."""
-        return self.numel - (0 if self.frozen_row is None else self.shape[-1])
-
-    @property
     def never_candidates(self) -> Tensor:
         """Flat indices, ascending, of the frozen row's entries."""
         cols = 0 if self.frozen_row is None else self.shape[-1]
@@ -155,8 +154,6 @@ class MaskedTensor:
     def not_candidates(self) -> Tensor:
         """Flat indices, in no order, of the entries that are unmasked already or in the frozen row."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
-
-    # -------------------------------------------------------------------------------- its values
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the effective values (n,) at flat indices (n,)."""
@@ -169,13 +166,12 @@ class MaskedTensor:
     def check_shape(self, parameter: Tensor | None) -> None:
         """Raises ``SparsifyError`` if a module's parameter is gone, or has another shape than at sparsify()."""
         if parameter is None:
-            raise SparsifyError(
-                f"`{self.name}` was taken from its module ({type(self.owner).__name__}) after sparsify(), as by a "
-                "parametrization, weight_norm() or pruning; call these before sparsify()."
-            )
-        if self.shape_now != self.shape:
-            raise SparsifyError(
-                f"`{self.name}` had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now; "
-                "resize embeddings and the like before sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: "
-                "use fully_shard() (FSDP2)."
-            )
+            problem = f"was taken from its module ({type(self.owner).__name__}) after sparsify()"
+        elif self.shape_now != self.shape:
+            problem = f"had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now"
+        else:
+            return
+        raise SparsifyError(
+            f"`{self.name}` {problem}; resize embeddings, and call parametrizations, weight_norm() and pruning, before "
+            "sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: use fully_shard() (FSDP2)."
+        )

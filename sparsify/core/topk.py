@@ -33,16 +33,9 @@ class Winners:
 
 
 class TopK:
-    """The best ``size`` of all entries offered so far.
+    """The best ``size`` (at least 1) of all entries offered so far.
 
-    Args:
-        size: how many entries to keep, at least 1.
-        dtype: of the scores.
-        device: of the top-k.
-        threshold: scalar, the score that an entry has to reach; by default any score joins.
-
-    Attributes:
-        finite: bool scalar, whether all gradients so far were finite.
+    ``threshold`` is the score that an entry has to reach, at first any; ``finite`` whether all gradients were finite.
 
     Example:
         >>> topk = TopK(2, torch.float32, "cpu")
@@ -66,14 +59,10 @@ class TopK:
         self, importance: Importance, weight: Tensor, grad: Tensor, rows: Tensor | None, offset: int,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Offers the entries of one tensor, or of several small ones, whose gradient is not zero.
+        """Offers the entries of a weight, or of several small ones, whose gradient is not zero.
 
-        Args:
-            importance: scores those that can reach the threshold.
-            weight: (n_rows, cols), the whole tensor.
-            grad: (n, cols), of the weight's ``rows`` (n,); ``None`` for all of them in order.
-            offset: global id of the tensor's first entry.
-            ids: (n * cols,) int64, the entries' global ids; ``None`` where they follow from the offset.
+        The gradient (n, cols) is that of the weight's ``rows`` (n,), of all where these are ``None``. The global ids
+        (n * cols,) follow from the offset, that of the first entry, where ``ids`` is ``None``.
         """
         cols = grad.shape[1]
         at_once = max(1, BLOCK_ENTRIES // max(1, cols))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class ModelTensor(MaskedTensor):
     """A masked tensor whose parameter may be sharded over ranks."""
 
     dormant = False  # whether it has no unmasked entry and never will
+    scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,6 +35,11 @@ class ModelTensor(MaskedTensor):
         number = next(_HANDLES)
         _BY_HANDLE[number] = self
         return torch.tensor(number, device="cpu")
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of entries that may be unmasked."""
+        return self.numel - (0 if self.frozen_row is None else self.shape[-1])
 
     @property
     def weight(self) -> Tensor:

@@ -18,6 +18,7 @@ from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.budget import share_out
 from sparsify.strategies.calibration import Calibration, LossFunction, calibrate
 from sparsify.strategies.importance import SNIP, Fisher
@@ -25,7 +26,7 @@ from sparsify.strategies.strategy import Prune, Strategy
 
 
 def select_static(
-    model: nn.Module, tensors: Sequence[MaskedTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
+    model: nn.Module, tensors: Sequence[ModelTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
     calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
 ) -> Tensor:  # fmt: skip
     """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
@@ -122,7 +123,7 @@ def _candidates(tensor: MaskedTensor) -> Tensor:
     return candidates
 
 
-def _check_budget(ranked: Sequence[MaskedTensor], strategy: Strategy, budget: int, kept: int) -> None:
+def _check_budget(ranked: Sequence[ModelTensor], strategy: Strategy, budget: int, kept: int) -> None:
     """Checks that the budget leaves entries to the ranked tensors; ``kept`` entries are trained anyway."""
     available = sum(tensor.num_candidates for tensor in ranked)
     if not available:

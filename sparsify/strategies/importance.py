@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.core.importance import D3, Importance, row_maximum, with_slack, zero_for_nan
+from sparsify.core.importance import D3, Importance, with_slack
 from sparsify.errors import SparsifyError
 
 
@@ -116,7 +116,8 @@ class SNIP(Importance):
         return (weight * grad).abs()
 
     def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
-        return zero_for_nan(with_slack(threshold) / row_maximum(weight).to(threshold.dtype))
+        largest = torch.linalg.vector_norm(weight, torch.inf, dim=1).to(threshold.dtype)
+        return (with_slack(threshold) / largest).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class ModelEntries(Entries):
         return False
 
     def _known_ids(self) -> Tensor:
-        slots, indices = self._sorted
+        slots, indices = self.by_tensor
         ids = indices.cpu() + torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
         return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
 

@@ -119,7 +119,7 @@ class Exporter:
         key = engine.entries.generation, engine.unmasked, engine.steps, budget, dtypes
         if key == self._key:
             return
-        slots, indices = engine.entries.by_tensor()
+        slots, indices = engine.entries.by_tensor
         flat = [own_copy(part) for part in (slots, indices, engine.entries.base.index_select(0, slots))]
         parts = list(zip(*(part.split(engine.entries.counts) for part in flat), strict=True))
         self._entries = {}

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized
-from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Prune, Strategy
 
 QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
 
 
-def check_possible(tensors: Sequence[MaskedTensor], strategy: Strategy) -> None:
+def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
     """Raises ``SparsifyError`` where a strategy needs of quantized weights what they cannot give."""
     quantized = [tensor for tensor in tensors if tensor.is_quantized]
     pruned = isinstance(strategy.selection, Prune)
@@ -30,7 +30,7 @@ def check_possible(tensors: Sequence[MaskedTensor], strategy: Strategy) -> None:
         )
 
 
-def check_unchanged(tensors: Sequence[MaskedTensor]) -> None:
+def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
     """Raises ``SparsifyError`` where quantized weights have trained entries, which would be lost with their delta."""
     changed = [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]
     if changed:
@@ -42,7 +42,7 @@ def check_unchanged(tensors: Sequence[MaskedTensor]) -> None:
         )
 
 
-def give_up_packed(model: nn.Module, weights: Sequence[tuple[MaskedTensor, Tensor]]) -> None:
+def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor]]) -> None:
     """Turns quantized tensors' layers of a plain model, in place, into ``nn.Linear`` with the weights (out, in) given.
 
     Their dtype is that of the model's ordinary parameters.

@@ -137,7 +137,7 @@ class EffectiveWeights:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
         from sparsify.kernels.triton.scatter import scatter
 
-        weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor()
+        weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
         scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)
 
     def _may_write_again(self) -> bool:
