@@ -189,7 +189,8 @@ class Engine(TrainingStep):
             self._forward.depth = max(0, self._forward.depth - 1)
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
-        check_not_exported()
+        if not self._forward.depth:  # else the root's forward has checked it
+            check_not_exported()
         return super().uses(tensors)
 
     # -------------------------------------------------------------------------------- backward

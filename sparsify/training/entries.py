@@ -99,7 +99,9 @@ class ModelEntries(Entries):
 
         Waits for the device only where the buffers were written or moved.
         """
-        if all(self.root._buffers[name] is seen and seen._version == version for name, seen, version in self._seen):
+        buffers = self.root._buffers
+        written = [name for name, seen, known in self._seen if buffers[name] is not seen or seen._version != known]
+        if not written:
             return False
         step, updates, count, _ = self.root.get_buffer(POSITION).tolist()
         if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):

@@ -89,9 +89,11 @@ def has_uncounted_step(step: TrainingStep) -> bool:
 
     One with a closure is left out: the model runs within it.
     """
-    open_steps = [each for each in _STEPS.begun if not each.has_closure and step not in each.counted]
-    optimizers = [optimizer for each in open_steps if (optimizer := each.optimizer()) is not None]
-    return any(holds(optimizer, step.entries.values) for optimizer in optimizers)
+    for each in _STEPS.begun:
+        optimizer = None if each.has_closure or step in each.counted else each.optimizer()
+        if optimizer is not None and holds(optimizer, step.entries.values):
+            return True
+    return False
 
 
 def forget_uncounted_steps(step: TrainingStep) -> None:
