@@ -106,7 +106,7 @@ def find_engine(model: nn.Module) -> Any:
 
 def check_plain(model: nn.Module) -> None:
     """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
-    if any(ENGINE in vars(module) for module in model.modules()):
+    if [module for module in model.modules() if ENGINE in vars(module)]:
         raise SparsifyError(
             "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
             "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."

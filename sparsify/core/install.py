@@ -123,5 +123,7 @@ def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn
 
 def frozen_row(owners: Owners) -> int | None:
     """Returns the row of a parameter that is no candidate: an embedding's ``padding_idx``."""
-    tables = (module for module, attribute in owners if attribute == "weight" and isinstance(module, nn.Embedding))
-    return next((table.padding_idx for table in tables if table.padding_idx is not None), None)
+    for module, attribute in owners:
+        if attribute == "weight" and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.padding_idx
+    return None

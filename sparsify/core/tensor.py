@@ -81,7 +81,8 @@ class MaskedTensor:
     is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
 
     def __post_init__(self) -> None:
-        self.shape, self.numel = self.shape_now, self.shape_now.numel()  # at sparsify()
+        self.shape = self.shape_now  # at sparsify()
+        self.numel = self.shape.numel()
         self.waiting: set[int] = set()  # numbers of the uses that have not run backward; sets need no lock
 
     def __getstate__(self) -> dict[str, Any]:
