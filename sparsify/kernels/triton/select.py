@@ -17,7 +17,7 @@ import triton.language as tl
 from sparsify.kernels.select import Candidates, Part
 
 BLOCK = 1024  # entries that a program scores at once
-CUT_BLOCK, CUT_WARPS = 2048, 16  # entries that the one program which cuts looks at at once, and its warps
+CUT_BLOCK, CUT_WARPS = 2048, 32  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 
 
