@@ -85,7 +85,8 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     device, mark = x.device, node.metadata.setdefault(_MARK, object())
 
     def again() -> Tensor:
-        place = threading.get_ident(), torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else 0
+        stream = torch.accelerator.current_stream(device).stream_id if device.type == "cuda" else 0
+        place = threading.get_ident(), stream
         last = _LAST.get(place)
         if last is None or last[1] is not mark:
             _LAST.pop(place, None)  # before the next is allocated
