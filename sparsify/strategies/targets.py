@@ -86,33 +86,44 @@ def find_targets(
             (saved if holders & dense else frozen)[name] = parameter
 
     if not candidates:
-        if not any(parameter.requires_grad for parameter in owners):
-            raise SparsifyError(
-                "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify(). Quantized "
-                'weights cannot; name the layers to train with target_modules, such as "all-linear".'
-            )
-        raise SparsifyError(
-            f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and "
-            "modules_to_save) matches no module with parameters that require grad; name modules that own weights, such "
-            "as the linear layers."
-        )
+        raise SparsifyError(_nothing_left(owners, target_modules))
     if target_modules is not None:
-        matched = {name for name in targeted if modules[name]._parameters}
-        if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
-            warnings.warn(
-                f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "
-                f"requires grad and stay frozen: {listed(empty)}.",
-                stacklevel=3,
-            )
+        _warn_of_frozen({name for name in targeted if modules[name]._parameters}, candidates)
     elif quantized and not _is_peft(modules):
-        others = [parameter for parameter, places in owners.items() if places[0][0] not in quantized]
-        if all(parameter.requires_grad for parameter in others):  # the user has not frozen any by choice
-            warnings.warn(
-                f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
-                'train entries of them too, name their layers with target_modules, such as "all-linear".',
-                stacklevel=3,
-            )
+        _warn_of_quantized(quantized, owners)
     return Targets(tuple(candidates), saved, frozen)
+
+
+def _nothing_left(parameters: Iterable[nn.Parameter], target_modules: Pattern) -> str:
+    if not any(parameter.requires_grad for parameter in parameters):
+        return (
+            "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify(). Quantized "
+            'weights cannot; name the layers to train with target_modules, such as "all-linear".'
+        )
+    return (
+        f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
+        "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
+    )
+
+
+def _warn_of_frozen(matched: set[str], candidates: Iterable[Candidate]) -> None:
+    """Warns of modules that ``target_modules`` matched and that have parameters, none of which is a candidate."""
+    if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
+        warnings.warn(
+            f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "
+            f"requires grad and stay frozen: {listed(empty)}.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
+    """Warns of quantized weights that stay frozen in a model of which the user has frozen no others."""
+    if all(parameter.requires_grad for parameter, places in owners.items() if places[0][0] not in quantized):
+        warnings.warn(
+            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
+            'train entries of them too, name their layers with target_modules, such as "all-linear".',
+            stacklevel=4,
+        )
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
