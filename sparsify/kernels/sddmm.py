@@ -8,6 +8,7 @@ that the Triton form moves, and from an H100's data sheet.
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,10 +55,17 @@ def plain_sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     (rows, cols), dtype = (left.shape[1], right.shape[1]), torch.promote_types(left.dtype, torch.float32)
     ordered, places = indices.unique(return_inverse=True)
     starts = torch.searchsorted(ordered, torch.arange(0, (rows + 1) * cols, max(1, cols), device=ordered.device))
+    _pass_over_beta_warning()
     total = torch.zeros(ordered.numel(), dtype=dtype, device=left.device)
-    with warnings.catch_warnings():  # torch warns once that its compressed rows are in beta state
-        warnings.simplefilter("ignore")
-        total = torch.sparse_csr_tensor(starts, ordered % cols, total, (rows, cols), check_invariants=False)
+    total = torch.sparse_csr_tensor(starts, ordered % cols, total, (rows, cols), check_invariants=False)
     for some_left, some_right in zip(left.split(TOKENS_AT_ONCE), right.split(TOKENS_AT_ONCE), strict=True):
         total = torch.sparse.sampled_addmm(total, some_left.t().to(dtype), some_right.to(dtype))
     return total.values()[places]
+
+
+@cache  # to change the filters of warnings each time would show other, repeated ones again
+def _pass_over_beta_warning() -> None:
+    """Makes torch give its only warning, that compressed rows are in beta state, where it is not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.eye(1, device="cpu").to_sparse_csr()

@@ -27,7 +27,6 @@ def pictures_go_nowhere():
 
 
 def trained(name="mlp", strategy="id3", budget=BUDGET, **settings):
-    """A trained sparsified model and its base."""
     model, batches = build(name)
     base = copy.deepcopy(model)
     sparsify(model, None if strategy in ("full", "bitfit") else budget, strategy, steps=STEPS, **settings)

@@ -23,7 +23,6 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def folder(run, tmp_path):
-    """A copy that a test may spoil."""
     return shutil.copytree(run[0], tmp_path / "run")
 
 

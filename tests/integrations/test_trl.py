@@ -77,7 +77,6 @@ def dpo(*args, **options):
 
 
 def variety(completions, **columns):
-    """A reward: the number of different words."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 

@@ -16,12 +16,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def found_in(left, right, least, most=ALL):
-    """The steps, by thresholds for each row or for all."""
     return staircase(left, right, torch.as_tensor(least, dtype=torch.float32).expand(left.shape[1]), most)
 
 
 def entries_of(steps, cols):
-    """The flat indices of the entries in the steps."""
     nothing = torch.empty(0, dtype=torch.int64)
     return torch.cat([nothing, *((rows[:, None] * cols + columns).view(-1) for rows, columns in steps)])
 

@@ -1,5 +1,7 @@
 """Single entries of a product: all forms give the dot products."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,6 +53,14 @@ def test_entries_in_any_short_type_are_summed_in_float32(form, tokens, rows, col
     entries = form(left, right, indices)
     assert entries.dtype == torch.float32
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=0, atol=1e-4)
+
+
+def test_a_warning_that_was_shown_once_is_not_shown_again(recwarn):
+    warnings.simplefilter("default")
+    for _ in range(2):
+        warnings.warn("of a user's loop", stacklevel=1)
+        plain_sddmm(*factors("random", 4, 3, 2), torch.arange(3))
+    assert [str(each.message) for each in recwarn] == ["of a user's loop"]
 
 
 def test_entries_may_repeat_in_any_order_and_factors_be_strided(form):

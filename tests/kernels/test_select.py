@@ -33,7 +33,6 @@ def fused(device):
 
 @pytest.fixture(scope="module", params=["plain", "triton"])
 def form(request):
-    """``select`` and ``cut`` in either form."""
     return (plain_select, plain_cut) if request.param == "plain" else request.getfixturevalue("fused")
 
 

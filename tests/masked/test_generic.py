@@ -16,8 +16,6 @@ DIM = 4
 
 
 class Own(nn.Module):
-    """A module with parameters of its own, of given shapes, and a given forward."""
-
     def __init__(self, forward, **shapes):
         super().__init__()
         for name, shape in shapes.items():

@@ -37,7 +37,6 @@ def masked_copy(plain, *attributes):
 
 
 def run(layer, x, grad_y=None):
-    """Output, and the gradient of the input."""
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(torch.ones_like(y) if grad_y is None else grad_y)

@@ -49,7 +49,6 @@ IMPORTANCES = st.sampled_from([D3(), D3(exp=0), Fisher(), D3(eps=1e-30)])  # the
 
 
 def a_tensor(shape, generator, random):
-    """A weight, its gradient of all rows or of some, and these rows."""
     weight, grad = (torch.tensor(NUMBERS)[torch.randint(len(NUMBERS), shape, generator=generator)] for _ in range(2))
     if random.random() < 0.2:  # scores that rise from part to part
         weight, grad = torch.zeros(shape), torch.arange(1.0, weight.numel() + 1).view(shape)

@@ -155,7 +155,6 @@ def assert_exported(export, model):
 
 
 def follow(model, batches):
-    """Trains, and compares after every step."""
     export = get_engine(model).source.exporter(model)
     versions = [assert_exported(export, model)]
     for batch in batches[:STEPS]:
