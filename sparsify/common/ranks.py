@@ -67,24 +67,12 @@ class Ranks:
             )
         return headers[:, 1 : 1 + len(numbers)]
 
-    def union(self, own: Tensor, most: int, limit: int) -> Tensor:
-        """Gathers the ranks' indices, each (n,) with n <= ``most``, all below ``limit``: (k,) int64, ascending."""
-        dtype = torch.int32 if limit < 2**31 else torch.int64
-        padded = own.new_full((most,), -1, dtype=dtype)
-        padded[: own.numel()] = own.to(dtype)
-        found = self.gather(padded).unique().long()
-        return found[found >= 0]
-
     def sum_(self, values: Tensor) -> Tensor:
         """Sums the ranks' values, of any one shape, in place."""
         if values.numel() and (ranks := num_ranks()) > 1:
             self._call(dist.all_reduce, values)
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
-
-    def mean_(self, values: Tensor) -> Tensor:
-        """Averages the ranks' values, of any one shape, in place."""
-        return self.sum_(values).div_(num_ranks())
 
     def mean_share(self, values: Tensor) -> Tensor:
         """Averages the ranks' values (n,), padded with zeros, and returns this rank's share (ceil(n / ranks),)."""
@@ -100,7 +88,7 @@ class Ranks:
     def average_(self, grad: Tensor) -> Tensor:
         """Averages the ranks' flat gradients in place; ``bytes_sent`` does not count them, as under DDP."""
         before = self.bytes_sent
-        self.mean_(grad)
+        self.sum_(grad).div_(num_ranks())
         self.bytes_sent = before
         return grad
 

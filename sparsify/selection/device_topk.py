@@ -7,8 +7,8 @@ A step's first parts are small: the sooner there is a threshold, the fewer entri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +22,6 @@ from sparsify.kernels.select import Candidates, Part, plain_cut, plain_select
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
 MOST_AT_ONCE = 1 << 22  # entries in a part, all of which may become candidates, at 20 bytes each
-
-
-class ScoredEntries(NamedTuple):
-    """Some entries; those with a score of 0 are none, and their other attributes mean nothing."""
-
-    ids: Tensor  # (n,) int64, global
-    scores: Tensor  # (n,)
-    grads: Tensor  # (n,)
-    weights: Tensor  # (n,)
-
-    def best(self, number: int) -> ScoredEntries:
-        """Returns the best of them, highest score first, equal scores by ascending id."""
-        order = best_first(self.ids, self.scores)[:number]
-        return ScoredEntries(*(array[order] for array in self))
-
-    def winners(self) -> Winners:
-        return Winners(self.ids.where(self.scores > 0, -1), self.grads, self.weights)
 
 
 class DeviceTopK:
@@ -82,18 +65,25 @@ class DeviceTopK:
             start += number
             self._seen += number
 
-    def best(self) -> ScoredEntries:
-        """Returns the best (size,), highest score first, equal scores by ascending id; scores are 0 where none is."""
+    def best(self) -> list[Tensor]:
+        """Returns ids, scores, gradients and weights (size,) each, best first; scores are 0 where there are too few."""
         parts = []
         for candidates in self._held.values():
             cut(candidates, self.size)
             arrays = [candidates.ids, candidates.scores.where(candidates.held, 0), candidates.grads, candidates.weights]
             parts.append([array[: self.size].to(next(iter(self._held))) for array in arrays])
-        return ScoredEntries(*map(torch.cat, zip(*parts, strict=True))).best(self.size)
+        return keep_best([torch.cat(own) for own in zip(*parts, strict=True)], self.size)
 
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id; -1 where there are too few."""
-        return self.best().winners()
+        ids, scores, grads, weights = self.best()
+        return Winners(ids.where(scores > 0, -1), grads, weights)
+
+
+def keep_best(entries: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Returns the best of some entries, whose ids (n,) and scores (n,) come first, in order."""
+    order = best_first(entries[0], entries[1])[:size]
+    return [part[order] for part in entries]
 
 
 def select(candidates: Candidates, importance: Importance, part: Part) -> None:

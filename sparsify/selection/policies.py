@@ -18,7 +18,7 @@ from sparsify.core.policy import IncrementPolicy, Policy, Selector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector, RanksSelector, ShardedSelector
+from sparsify.selection.distributed import RanksSelector, ShareTopK
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
@@ -82,13 +82,12 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, values)
         self.work = Work()
-        kind: type[RanksSelector] = DistributedSelector
-        topk: Any = TopK(number, values.dtype, values.device)
+        topk: Any = ShareTopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
-            topk, kind = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device), ShardedSelector
+            topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
         if num_ranks() == 1:
             return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
-        return kind(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
+        return RanksSelector(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
 
     def _rank(self, policy: Policy, number: int) -> Tensor:
         """Global ids (number,) of the entries that come next by the weights alone."""

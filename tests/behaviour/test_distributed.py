@@ -1,18 +1,16 @@
 """Several ranks train as one process with all their batches would: gloo processes on the CPU, many scenarios a spawn.
 
-The ranks select in either of two ways: that of CPUs, and that of devices that the host runs ahead of.
+The ranks select with either top-k: that of CPUs, and that of devices that the host runs ahead of.
 """
 
 import os
 import time
-from contextlib import ExitStack
 from functools import cache
 from unittest.mock import patch
 
 import pytest
 import torch
 from oracle import unmasked_sets
-from products import FREE
 from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
@@ -26,10 +24,8 @@ from sparsify.core.gradients import DenseGradient
 from sparsify.core.importance import D3
 from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
-from sparsify.kernels import norm_bound
-from sparsify.selection import screening
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import DistributedSelector, ShardedSelector
+from sparsify.selection.distributed import RanksSelector, ShareTopK
 from sparsify.selection.screening import Work
 from sparsify.strategies.importance import SNIP, Magnitude
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
@@ -39,7 +35,7 @@ def train(rank, model, batches, *, wrap=lambda model: model, ddp=True, micro=1, 
     model = wrap(model)
     parallel = DistributedDataParallel(model, **options) if ddp and num_ranks() > 1 else model
     result = train_parallel(rank, model, batches, micro=micro, steps=steps, parallel=parallel)
-    return {**result, "work": summary(model).last_work, "text": str(summary(model))}
+    return {**result, "text": str(summary(model))}
 
 
 def within_another_model(model):
@@ -77,7 +73,6 @@ RUNS = {
     "in float32": (lambda: words(torch.float32), {}, {}),
     "in bfloat16": (lambda: words(torch.bfloat16), {}, {}),
     "in float16": (lambda: words(torch.float16), {}, {}),
-    "screened": (lambda: words(torch.float32), {}, {}),  # as large layers are
     "embeddings": (few_words_of_many, {}, {}),
     "unmasking less than all steps": (words, {"steps": STEPS - 2}, {}),
     "options of DDP": (words, of(SNIP()), {"gradient_as_bucket_view": True, "find_unused_parameters": True}),
@@ -96,11 +91,7 @@ def trained(rank, name):
     make, settings, options = RUNS[name]
     model, batches = make()
     sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings})
-    with ExitStack() as limits:
-        if name == "screened":
-            limits.enter_context(patch.object(screening, "SMALLEST_SCREENED", 1))
-            limits.enter_context(patch.multiple(norm_bound, **FREE))
-        result = train(rank, model, batches, **options)
+    result = train(rank, model, batches, **options)
     check_ranks(model)
     return result
 
@@ -143,10 +134,9 @@ def skipping(rank, name, forward):
 
 
 def a_small_module_on_one_rank_alone(rank):
-    """What is unmasked where the norm runs on the first rank only; ``None`` where that is an error."""
     with patch("sparsify.selection.small.LARGEST", 10):  # the norm's and all biases
         model, error = skipping(rank, "norm", lambda x: nn.functional.layer_norm(x, x.shape[1:]))
-    return unmasked_sets(model) if error == "no error" else None
+    return unmasked_sets(model) if error == "no error" else error
 
 
 def saved_and_resumed(rank):
@@ -173,10 +163,10 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected = TopK(size, torch.float32, "cpu")
-        kind, topk = DistributedSelector, TopK(size, torch.float32, "cpu")
+        topk = ShareTopK(size, torch.float32, "cpu")
         if runs_ahead(torch.device("cpu")):
-            kind, topk = ShardedSelector, DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
-        selector = kind(topk, importance, Work(), True, Ranks(), tensors)
+            topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
+        selector = RanksSelector(topk, importance, Work(), True, Ranks(), tensors)
         for tensor in tensors:
             common = torch.randn(tensor.shape, generator=generator)
             noise = torch.randn(num_ranks(), *tensor.shape, generator=generator)
@@ -232,7 +222,7 @@ OWN = {
     nothing_finite_on_one_rank: lambda found: found[:2] == ((True, 0), BUDGET // STEPS),
     no_token_on_one_rank: lambda found: found == BUDGET // STEPS,
     parts_of_two_lengths: lambda found: found == parts_of_two_lengths(0),
-    a_small_module_on_one_rank_alone: lambda found: found is None or _size(found) == BUDGET // STEPS,
+    a_small_module_on_one_rank_alone: lambda found: _size(found) == BUDGET // STEPS,
     saved_and_resumed: lambda found: found[1:] == (BUDGET // 2, False) and _size(found[0]) == BUDGET // STEPS * 5,
     winners_of_random_tensors: lambda wrong: not wrong,
 }
@@ -288,7 +278,6 @@ def test_ranks_agree_in_a_scenario_of_its_own(scenario, way):
     first, second = [result[scenario.__name__] for result in two(way)]
     assert first == second
     assert OWN[scenario](first), first
-    assert way == "cpu" or first is not None, "a device takes small tensors of which a rank has no gradient"
 
 
 @in_each_way
@@ -301,13 +290,6 @@ def test_only_steps_that_choose_by_gradients_send_anything(way):
         assert f"{sum(number for number, _ in sent):,} bytes" in run["text"]
         of_a_known_set = result["static beside a dense head"]["sent"]
         assert [exchanges for _, exchanges in of_a_known_set[:3]] == [1, 1, 0], "that all ranks hold the same"
-
-
-def test_each_rank_counts_what_it_looked_at():
-    for result in two("cpu"):
-        plain, with_a_screen = result["in float32"]["work"], result["screened"]["work"]
-        assert plain.screened == plain.skipped == 0 < with_a_screen.screened + with_a_screen.skipped
-        assert 0 < with_a_screen.dense < plain.dense
 
 
 @in_each_way

@@ -16,7 +16,7 @@ from sparsify.common.ranks import num_ranks
 
 STEPS, BUDGET, BATCH = 6, 60, 8
 VOCABULARY, WIDTH = 24, 12
-WAYS = ["cpu", "device"]  # in which ranks select
+WAYS = ["cpu", "device"]  # whose top-k the ranks select with
 
 
 class Words(nn.Module):
@@ -105,11 +105,11 @@ def error_of(function, *args):
 
 
 def selecting(way, small=0):
-    """A context in which tensors of up to ``small`` entries are batched by a device, which the CPU is taken for."""
+    """A context in which tensors of up to ``small`` entries are batched, and others come in several blocks."""
     limits = ExitStack()
+    limits.enter_context(patch("sparsify.selection.small.LARGEST", small))
+    limits.enter_context(patch("sparsify.selection.distributed.MOST_AT_ONCE", 150))
     if way == "device":
         limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))
         limits.enter_context(patch("sparsify.kernels._is_installed", lambda: False))
-        limits.enter_context(patch("sparsify.selection.small.LARGEST", small))
-        limits.enter_context(patch("sparsify.selection.distributed.MOST_AT_ONCE", 150))  # several blocks
     return limits
