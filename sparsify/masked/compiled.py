@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient, tap_gradient
-from sparsify.core.layers import autocast_dtype, linear
-from sparsify.core.module import masked_tensors
-from sparsify.masked.tensor import ModelTensor, tensor_of
+from sparsify.core.layers import linear
+from sparsify.masked.tensor import tensor_of
 
 _SERIALS = itertools.count()
 _LIBRARY = torch.library.Library("sparsify", "DEF")
@@ -31,7 +30,7 @@ _OPS: Any = torch.ops.sparsify
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
 
 
-def _compute(kind: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+def compute(kind: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes the output of a layer of one kind: "linear", "transposed", "embedding" or "tap"."""
     if kind == "tap":
         return weight.clone()
@@ -50,59 +49,6 @@ def _gradient(kind: str, x: Any, grad_y: Tensor, shape: torch.Size) -> Gradient:
     return linear_gradient(x, grad_y.reshape(-1, grad_y.shape[-1]).to(x.dtype), kind == "transposed")
 
 
-# -------------------------------------------------------------------------------- called while a graph is traced
-
-
-def compiled_linear(module: Any, x: Tensor, transposed: bool) -> Tensor:
-    """Computes ``masked_linear``."""
-    tensors: Any = masked_tensors(module)
-    kind = "transposed" if transposed else "linear"
-    weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return _use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
-
-
-def _frozen(module: Any, attribute: str) -> Any:
-    """Returns a parameter, detached if it is masked."""
-    parameter = module._parameters.get(attribute)
-    return parameter if attribute not in masked_tensors(module) else parameter.detach()
-
-
-def compiled_embedding(module: Any, ids: Tensor) -> Tensor:
-    """Computes a masked embedding."""
-    tensor: Any = masked_tensors(module).get("weight")
-    return _use("embedding", ids, _frozen(module, "weight"), None, tensor, None)
-
-
-def compiled_tap(tensor: ModelTensor, parameter: Tensor) -> Tensor:
-    """Returns the tap of a masked parameter."""
-    return _use("tap", None, parameter.detach(), None, tensor, None)
-
-
-def _use(
-    kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None,
-    of_weight: ModelTensor | None, of_bias: ModelTensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Computes a layer's output, in an operator where a gradient may be collected for its weight or bias."""
-    trained = [t if t is not None and _trains(t) else None for t in (of_weight, of_bias)]
-    collector = next((tensor.collector for tensor in trained if tensor is not None), None)
-    if collector is None:
-        return weight if kind == "tap" else _compute(kind, x, weight, bias)
-    root = collector.compiled.root_anchor
-    handles = [None if tensor is None else tensor.handle for tensor in trained]
-    training = torch.is_grad_enabled() and root.requires_grad
-    return _OPS.use(kind, x, weight, bias, root, *handles, training, _serial())
-
-
-def _trains(tensor: ModelTensor) -> bool:
-    """Whether a gradient may be collected for the tensor, now or later."""
-    step: Any = tensor.collector
-    return not (step.paused or tensor.dormant)
-
-
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
     """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
@@ -117,7 +63,8 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _serial() -> int:
+def serial() -> int:
+    """Makes the number of a use in a graph."""
     return next(_SERIALS)
 
 
@@ -140,7 +87,7 @@ def _operator(schema: str, fake: Callable[..., Tensor]) -> Any:
 @_operator(
     "use(str kind, Tensor? x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, "
     "bool training, int serial) -> Tensor",
-    lambda kind, x, weight, bias, *_: torch.empty_like(_compute(kind, x, weight, bias)),
+    lambda kind, x, weight, bias, *_: torch.empty_like(compute(kind, x, weight, bias)),
 )
 def _run_use(
     kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None,
@@ -150,7 +97,7 @@ def _run_use(
         if handle is not None:
             tensor = tensor_of(handle)
             tensor.collector.compiled.count_use(tensor)
-    return _compute(kind, x, weight, bias)
+    return compute(kind, x, weight, bias)
 
 
 @_operator(

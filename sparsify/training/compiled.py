@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from sparsify.core.gradients import Gradient
-from sparsify.core.module import without_autocast
+from sparsify.core.layers import autocast_dtype
+from sparsify.core.module import masked_tensors, without_autocast
 from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
@@ -60,21 +61,33 @@ class CompiledGraphs:
 
     def linear(self, module: Any, x: Tensor, transposed: bool) -> Tensor:
         """Computes a masked linear layer."""
-        from sparsify.masked.compiled import compiled_linear
-
-        return compiled_linear(module, x, transposed)
+        weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
+        dtype, tensors = autocast_dtype(x), masked_tensors(module)
+        if dtype is not None:
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            kind = "transposed" if transposed else "linear"
+            return self._use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
 
     def embedding(self, module: Any, ids: Tensor) -> Tensor:
         """Computes a masked embedding."""
-        from sparsify.masked.compiled import compiled_embedding
-
-        return compiled_embedding(module, ids)
+        return self._use("embedding", ids, _frozen(module, "weight"), None, masked_tensors(module).get("weight"), None)
 
     def tap(self, tensor: ModelTensor, parameter: Tensor) -> Tensor:
         """Returns the tap of a masked parameter."""
-        from sparsify.masked.compiled import compiled_tap
+        return self._use("tap", None, parameter.detach(), None, tensor, None)
 
-        return compiled_tap(tensor, parameter)
+    def _use(self, kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
+        """Computes a layer, in an operator where a gradient may be collected for its weight or bias, now or later."""
+        from sparsify.masked.compiled import compute, serial
+
+        step = self._step
+        handles = [None if each is None or step.paused or each.dormant else each.handle for each in tensors]
+        if all(handle is None for handle in handles):
+            return weight if kind == "tap" else compute(kind, x, weight, bias)
+        root = self.root_anchor
+        training = torch.is_grad_enabled() and root.requires_grad
+        return torch.ops.sparsify.use(kind, x, weight, bias, root, *handles, training, serial())
 
     @property
     def root_anchor(self) -> Tensor:
@@ -84,8 +97,7 @@ class CompiledGraphs:
     def enter(self) -> None:
         """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
         root, handle = self._traced_root()
-        operators: Any = torch.ops.sparsify
-        self._entry = operators.refresh(root, handle)
+        self._entry = torch.ops.sparsify.refresh(root, handle)
 
     def _traced_root(self) -> tuple[Tensor, Tensor]:
         """The root anchor and a tensor's handle; a graph is compiled anew when the flat delta is another one."""
@@ -135,3 +147,9 @@ class CompiledGraphs:
     def step_done(self) -> None:
         """Drops uses of graphs that were built before an optimizer step: those that still wait were dropped."""
         self._uses.clear()
+
+
+def _frozen(module: Any, attribute: str) -> Any:
+    """Returns a parameter, detached if it is masked."""
+    parameter = module._parameters.get(attribute)
+    return parameter.detach() if attribute in masked_tensors(module) else parameter
