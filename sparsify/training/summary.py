@@ -1,7 +1,6 @@
 """Summaries of a sparsified model: how much is unmasked, where, what it costs, and that no frozen entry has changed.
 
-The proof are digests of the base at ``sparsify()``, and now: of tensors with their pretrained values back at the
-unmasked entries. They are the same if, and only if, the frozen entries and the kept base values are.
+The proof: the tensors, with their pretrained values back at the unmasked entries, have the digests that they had.
 """
 
 from __future__ import annotations
@@ -106,21 +105,17 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{label:<18} {value}" for label, value in self._rows()]
-        shown, more = self._unmasked_most()
+        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
+        shown = [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]]
         width = max((len(name) for name, _ in shown), default=0)
         lines += ["unmasked most:"] if shown else []
         lines += [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
+        more = len(ranked) - len(shown)
         return "\n".join(lines + ([f"  ... and {more:,} more tensors"] if more else []))
 
     def _repr_html_(self) -> str:
-        """A small table, which a notebook shows in place of the text."""
-        shown, more = self._unmasked_most()
-        rows = self._rows() + ([("unmasked most", "")] if shown else [])
-        rows += [(name, f"{count:,} ({count / self.sizes[name]:.4%})") for name, count in shown]
-        rows += [("...", f"and {more:,} more tensors")] if more else []
-        left = 'style="text-align: left"'  # notebooks align to the right
-        cells = (f"<th {left}>{escape(label)}</th><td {left}>{escape(value)}</td>" for label, value in rows)
-        return f"<table>{''.join(f'<tr>{pair}</tr>' for pair in cells)}</table>"
+        """The text, which a notebook shows in place of the fields."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def _rows(self) -> list[tuple[str, str]]:
         budget_share, unmasked_share = self.budget / self.num_candidates, self.unmasked / self.budget
@@ -143,11 +138,6 @@ class Summary:
         if self.verification is not None:
             rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
         return rows
-
-    def _unmasked_most(self) -> tuple[list[tuple[str, int]], int]:
-        """The tensors with most unmasked entries and their numbers, and the number of further tensors with any."""
-        ranked = sorted((-count, name) for name, count in self.counts.items() if count)
-        return [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]], max(0, len(ranked) - TENSORS_SHOWN)
 
 
 def tensor_sparsity(counts: Mapping[str, int]) -> float:
