@@ -74,12 +74,22 @@ class StreamingSelector(Selector):
     batches_small = True  # whether it may be offered the small tensors together, after the others
     _topk: Any
 
-    def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool = True) -> None:
+    def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool) -> None:
         super().__init__(topk, importance)
         self._work, self._masked_only = work, masked_only
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        return self.scan(tensor, gradient, self._excluded(tensor))[0]
+        excluded = self._excluded(tensor)
+        if isinstance(gradient, Product):
+            if not isinstance(self._topk, DeviceTopK):
+                unmasked = self.screen(tensor, gradient, excluded)
+                if unmasked is not None:
+                    return unmasked
+            elif gradient.numel > MOST_MULTIPLIED:
+                return self._offer_blocks(tensor, gradient, excluded)
+        unmasked, dense = self._compute(tensor, gradient, excluded)
+        self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
+        return unmasked
 
     def skip(self, tensor: MaskedTensor) -> None:
         """Takes note that a tensor's gradient is empty, for want of tokens."""
@@ -93,26 +103,6 @@ class StreamingSelector(Selector):
     def _excluded(self, tensor: MaskedTensor) -> Tensor:
         return tensor.not_candidates if self._masked_only else tensor.never_candidates
 
-    def scan(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
-        """Offers a gradient's entries, but the excluded ones (e,), to the top-k.
-
-        Returns:
-            The gradient of the unmasked entries (k,), and the whole gradient in the form that was scanned.
-        """
-        if isinstance(gradient, Product):
-            if not isinstance(self._topk, DeviceTopK):
-                unmasked = self.screen(tensor, gradient, excluded)
-                if unmasked is not None:
-                    return unmasked, gradient
-            elif gradient.numel > MOST_MULTIPLIED:
-                return self._scan_blocks(tensor, gradient, excluded), gradient
-        return self._scan_dense(tensor, gradient, excluded)
-
-    def _scan_dense(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, Gradient]:
-        unmasked, dense = self._compute(tensor, gradient, excluded)
-        self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
-        return unmasked, dense
-
     def _compute(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
         """Returns the gradient of the unmasked entries (k,), and the whole one, zero at the excluded entries (e,)."""
         self._work.dense += gradient.numel
@@ -122,7 +112,7 @@ class StreamingSelector(Selector):
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
         return unmasked, dense
 
-    def _scan_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
+    def _offer_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
         """Offers the entries of a large product in blocks of rows; returns the gradient of the unmasked ones (k,)."""
         self._work.dense += gradient.numel
         (height, cols), weight = tensor.matrix_shape, tensor.matrix

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("screened")  # whatever a layer's size
 
 
 def screen(topk, tensor, gradient, excluded=NOTHING, importance=D3()):  # noqa: B008 - frozen
-    return StreamingSelector(topk, importance, Work()).screen(tensor, gradient, excluded)
+    return StreamingSelector(topk, importance, Work(), True).screen(tensor, gradient, excluded)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
