@@ -1,9 +1,6 @@
 """Where the entries of a sparse fine-tuning are, computed afterwards: nothing is recorded during training.
 
-shares(model_or_delta)    the unmasked share of each tensor, with its layer and kind, by its name alone
-trajectory(model)         tensor sparsity and selection entropy over the steps, from the order of the slots
-
-``examples/analysis/`` draws both, and compares the changes of two fine-tunings.
+``examples/analysis/`` draws shares and trajectory, and compares the changes of two fine-tunings.
 """
 
 from __future__ import annotations

@@ -52,10 +52,6 @@ class AdapterConfig:
         if modules is not None and not is_list:
             raise SparsifyError(f"target_modules={modules!r:.100}; expected a list of module names.")
 
-    def bottleneck(self, width: int) -> int:
-        """The bottleneck's size for hidden states of ``width`` dimensions: at least one."""
-        return max(1, int(width // self.reduction_factor))
-
 
 class Adapter(nn.Module):
     """A bottleneck adapter for hidden states of one ``width``: ``up(f(down(x)))``, which its hooks add to them."""
@@ -63,7 +59,7 @@ class Adapter(nn.Module):
     def __init__(self, width: int, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
-        bottleneck = config.bottleneck(width)
+        bottleneck = max(1, int(width // config.reduction_factor))
         down = nn.Linear(width, bottleneck)
         self.adapter_down = nn.Sequential(down, _NON_LINEARITIES[KINDS[config.kind]["non_linearity"]]())
         self.adapter_up = nn.Linear(bottleneck, width)

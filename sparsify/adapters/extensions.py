@@ -1,8 +1,8 @@
 """Records the adapters (PEFT's or ours) that a base was extended by before training, and builds them again.
 
-A record is not trusted: it is checked, and nothing is imported or allocated because of it alone. PEFT interprets many
-settings as regular expressions, some of which would take for ever: a record holds the names of the modules that they
-matched, and no recorded expression is run that could match in more than one way.
+A record is not trusted: nothing is imported or allocated because of it alone. PEFT takes many settings for regular
+expressions, some of which would run for ever: none is run that could match in more than one way, and a record has the
+names of the modules that such ones matched.
 """
 
 from __future__ import annotations

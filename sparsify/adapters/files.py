@@ -1,7 +1,4 @@
-"""Saves and loads adapters in AdapterHub's format, without pickle; each library reads the other's files.
-
-model --save_adapters--> adapter_config.json, adapter.safetensors --load_adapters--> a new base
-"""
+"""Saves and loads adapters in AdapterHub's format, without pickle; each library reads the other's files."""
 
 from __future__ import annotations
 

@@ -4,13 +4,9 @@ Any scales s > 0 of the tokens bound an entry (Cauchy-Schwarz):
 
     |sum_t l_ti r_tj| <= sum_t |l_ti s_t| |r_tj / s_t| <= L_i R_j       with the norms L_i = |l_i s|, R_j = |r_j / s|
 
-and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows: a few tokens with
-large gradients do not count for all others. With rows and columns in the order of their norms, the entries that could
-reach the threshold form a staircase in one corner.
-
-The size of the staircase is first estimated by the norms of some rows and columns. Where too much would be left, this
-takes about a hundredth of the product's time, and nothing else is computed. The estimate depends on the factors alone,
-so that a resumed run repeats its bits.
+and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. With rows and
+columns in the order of their norms, the entries that could reach the threshold form a staircase in one corner. Its size
+is first estimated by some rows and columns: where too much would be left, this takes a hundredth of the product's time.
 """
 
 from __future__ import annotations
@@ -40,18 +36,11 @@ def screening_limit(left: Tensor, right: Tensor, sampled: int) -> int:
 
 
 def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tuple[Tensor, Tensor]] | None:
-    """Finds the rows and columns of a product whose entries could reach their row's threshold.
-
-    Args:
-        left: (n, rows), float32 or bfloat16.
-        right: (n, cols), in the same dtype.
-        least: (rows,) float32, at least 0: the thresholds of abs(entry).
-        most: number of entries that the steps may have.
+    """Finds where abs(entry) of left^T right, (n, rows) and (n, cols), could reach the thresholds ``least`` (rows,).
 
     Returns:
-        The steps, each as some rows (r,) int64 and the columns (c,) int64 where these could reach their thresholds:
-        those of the first step, or a beginning of them. ``None`` where the steps would have more entries, or where an
-        entry might not be finite.
+        The steps, each as some rows (r,) int64 and the columns (c,) int64 where these could: those of the first step,
+        or a beginning of them. ``None`` for more than ``most`` entries, or where one might not be finite.
     """
     rows, cols = left.shape[1], right.shape[1]
     of_left, of_right = _token_norms(left), _token_norms(right)

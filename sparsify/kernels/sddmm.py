@@ -1,8 +1,7 @@
 """Single entries of a product left^T right: sampled dense-dense matrix multiplication (SDDMM), k dot products.
 
-Whether that costs less than the dense product is decided by shapes and dtype alone: equal shapes take equal ways. Costs
-are counted in entries of the dense product. A CPU's were measured once, with 1024 tokens; a GPU's follow from the bytes
-that the Triton form moves, and from an H100's data sheet.
+Shapes and dtype alone decide whether that costs less than the dense product, in whose entries costs are counted. A
+CPU's were measured once, with 1024 tokens; a GPU's follow from the Triton form's bytes and an H100's data sheet.
 """
 
 from __future__ import annotations

@@ -19,15 +19,9 @@ from sparsify.core.topk import at_least_float32, best_first
 
 
 class Candidates:
-    """Entries that may be among the best, in arrays of a fixed size; their number is read on their device only.
+    """Entries that may be among the best ``size``, in arrays of a fixed size; only their device knows their number.
 
-    Args:
-        size: how many of the best are looked for, at least 1.
-        limit: how many may stay until a cut, at least ``size``.
-        capacity: largest number of candidates, at least ``limit``.
-        total: all global ids are below this.
-        dtype: of scores, gradients and weights.
-        device: of the arrays.
+    At most ``capacity`` of them, and ``limit`` after a cut; all global ids are below ``total``.
     """
 
     def __init__(

@@ -53,8 +53,7 @@ def release_memory() -> None:
 def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
     """Forward hook: records an ``nn.LayerNorm``'s epsilon in its output's node, so that it can be recomputed.
 
-    Not of a weight that FSDP2 has sharded, which it may have freed when a layer behind it, in another block, computes
-    its input again.
+    Not under FSDP2, which may have freed the norm's weight when a layer in another block computes its input again.
     """
     if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:
         return

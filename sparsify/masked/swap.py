@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
@@ -14,7 +15,6 @@ from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
-from sparsify.masked.lists import MaskedParameterList
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import note_epsilon
 
@@ -41,6 +41,18 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
         "does not",
     ),
 }
+
+
+class MaskedParameterList(MaskedModule, nn.ParameterList):
+    """An ``nn.ParameterList`` whose reads are taps, and whose slices hold them: a plain slice would detach them."""
+
+    plain_class = nn.ParameterList
+
+    def __setitem__(self, idx: int, param: Any) -> None:
+        if isinstance(param, Tensor) and (not param.is_leaf or torch.compiler.is_dynamo_compiling()):
+            self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]
+        else:
+            super().__setitem__(idx, param)
 
 
 def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterable[nn.Module] = ()) -> None:

@@ -1,8 +1,8 @@
 """A streaming top-k for GPUs, which waits for them once in a step and not at every tensor.
 
-Only the device knows how many entries reach the threshold, and the host counts as if all of them did. Where by its
-count the candidates could be too many, it launches a cut, which the device carries out if its own count calls for one.
-A step's first parts are small: the sooner there is a threshold, the fewer entries join.
+Only the device knows how many entries reach the threshold. The host counts as if all of them did, and launches a cut,
+which the device carries out where it is due. A step's first parts are small: the sooner there is a threshold, the fewer
+entries join.
 """
 
 from __future__ import annotations

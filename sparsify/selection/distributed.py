@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix, padded_unique
+from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
@@ -21,7 +21,6 @@ from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, som
 from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
-ALL_ROWS = -1
 
 
 class ShareTopK(TopK):
@@ -38,9 +37,8 @@ class RanksSelector(StreamingSelector):
 
     Each tensor's gradient is averaged over the ranks, each of which offers its share of the entries to a top-k of its
     own; the small tensors come last, all at once. Then the ranks gather their best entries, and take the same best of
-    these. The host never waits for a device: the ranks decide on lengths, which they exchange on the CPU. A table of
-    which the ranks looked up few rows is averaged over the rows that any of them did. The mean is of gradients in the
-    flat delta's dtype, as DDP averages them: a sum in bfloat16 would be rounded once for each rank.
+    these. The host never waits for a device. The mean is of gradients in the flat delta's dtype, as DDP averages them:
+    a sum in bfloat16 would be rounded once for each rank.
     """
 
     def __init__(
@@ -57,15 +55,14 @@ class RanksSelector(StreamingSelector):
         self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        rows = ALL_ROWS if gradient.rows is None else gradient.rows.numel()
-        lengths = self._ranks.headers(tensor.number, [rows], self._names)
+        self._ranks.headers(tensor.number, (), self._names)
         if isinstance(gradient, Product) and gradient.numel > MOST_AT_ONCE:
             self._work.dense += gradient.numel
             blocks = RowBlocks(gradient, tensor.indices, self._excluded(tensor))
-            self._offer_rows(tensor, tensor.matrix_shape[0], blocks.rows)
+            self._offer_mean(tensor, blocks.rows)
             return blocks.taken
         unmasked, dense = self._compute(tensor, gradient, self._excluded(tensor))
-        self._offer_mean(tensor, dense, lengths)
+        self._offer_mean(tensor, partial(some_rows, dense))
         return unmasked  # this rank's: DDP averages the flat gradient
 
     def skip(self, tensor: MaskedTensor) -> None:
@@ -83,37 +80,14 @@ class RanksSelector(StreamingSelector):
         ids, scores, *rest = keep_best(everyone, self._topk.size)
         return Winners(ids.where(scores > 0, -1), *rest)
 
-    def _offer_mean(self, tensor: MaskedTensor, gradient: DenseGradient, lengths: Tensor) -> None:
-        """Offers this rank's share of a tensor's mean gradient; each rank has so many rows, or ``ALL_ROWS``."""
-        ranks, number, covered = num_ranks(), tensor.matrix_shape[0], None
-        least, most = int(lengths.min()), int(lengths.max())
-        if gradient.rows is not None and least != ALL_ROWS and most * ranks < number:
-            if not most:
-                return
-            missing = most - gradient.rows.numel()  # filled up by some more of the first row, with zeros
-            covered, _ = padded_unique(self._ranks.gather(pad(gradient.rows, (0, missing))).view(-1))
-            number, gradient = most * ranks, DenseGradient(gradient.values, torch.searchsorted(covered, gradient.rows))
-        self._offer_rows(tensor, number, partial(some_rows, gradient), covered)
-
-    def _offer_rows(
-        self, tensor: MaskedTensor, number: int, rows_of: Callable[[int, int], Tensor], covered: Tensor | None = None
-    ) -> None:
-        """Averages a gradient of ``number`` rows, some at a time, and offers this rank's shares.
-
-        ``rows_of`` computes those from a start to a stop. They are the weight's rows ``covered`` (number,), or all.
-        """
-        ranks, weight = num_ranks(), tensor.matrix
-        entries, cols = weight.reshape(-1), weight.shape[1]
+    def _offer_mean(self, tensor: MaskedTensor, rows_of: Callable[[int, int], Tensor]) -> None:
+        """Averages a gradient some rows at a time, which ``rows_of`` computes from a start to a stop, and offers it."""
+        (height, cols), entries = tensor.matrix_shape, tensor.matrix.reshape(-1)
+        ranks = num_ranks()
         at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
-        for start in range(0, number, at_once):
-            rows = rows_of(start, min(start + at_once, number)).to(self._dtype)
-            mean = self._ranks.mean_share(rows.view(-1))
-            first = start * cols + dist.get_rank() * mean.numel()  # of a row, unless all rows are averaged
-            if covered is None:
-                self._offer(entries[first:], mean, tensor.offset + first)
-            else:
-                places = covered[first // cols :][: mean.numel() // cols]
-                self._topk.offer(self._importance, weight, mean.view(-1, cols), places, tensor.offset)
+        for start in range(0, height, at_once):
+            rows = rows_of(start, min(start + at_once, height)).to(self._dtype)
+            self._offer_share(entries[start * cols :], rows.view(-1), tensor.offset + start * cols)
 
     def _offer_mean_of_small(self) -> None:
         by_device: dict[torch.device, SmallGradients] = {}
@@ -124,12 +98,13 @@ class RanksSelector(StreamingSelector):
         for small in by_device.values():
             self._work.dense += small.numel
             weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
-            mean = self._ranks.mean_share(grad.to(self._dtype))
-            first = dist.get_rank() * mean.numel()
-            self._offer(weight[first:], mean, 0, ids[first:])
+            self._offer_share(weight, grad.to(self._dtype), 0, ids)
 
-    def _offer(self, weight: Tensor, mean: Tensor, offset: int, ids: Tensor | None = None) -> None:
-        """Offers entries (n,), of which ``weight`` and ``ids`` have more, or less where ``mean`` ends with padding."""
-        mean, weight = mean[: weight.numel()], weight[: mean.numel()]
-        ids = None if ids is None else ids[: mean.numel()]
-        self._topk.offer(self._importance, weight[None], mean[None], None, offset, ids)
+    def _offer_share(self, weight: Tensor, grad: Tensor, offset: int, ids: Tensor | None = None) -> None:
+        """Averages gradients (n,) and offers this rank's share, of weights (n or more,) and global ids (n,)."""
+        mean = self._ranks.mean_share(grad)
+        first = dist.get_rank() * mean.numel()
+        share = slice(first, min(first + mean.numel(), grad.numel()))  # without padding
+        if first < grad.numel():
+            mean, own = mean[: share.stop - first], None if ids is None else ids[share]
+            self._topk.offer(self._importance, weight[share][None], mean[None], None, offset + first, own)

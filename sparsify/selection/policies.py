@@ -26,13 +26,7 @@ from sparsify.strategies.strategy import Increment, Repeat
 
 
 class RankedSelector(Selector):
-    """Selects entries that are known before the step, as by the weights alone.
-
-    Args:
-        ids: (n,) int64 global ids, best first.
-        tensors: all masked tensors, by ascending offset.
-        like: the flat gradient, for its dtype and device.
-    """
+    """Selects entries (n,) that are known before the step, best first; gradients are ``like`` the flat delta."""
 
     batches_small = False
 
@@ -64,16 +58,11 @@ class RankedSelector(Selector):
 
 
 class SelectorFactory:
-    """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at.
-
-    Args:
-        ranks: the other ranks.
-        seed: of a random importance.
-    """
+    """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at."""
 
     def __init__(self, ranks: Ranks, seed: int) -> None:
         self.work = Work()
-        self._ranks, self._seed, self._warned = ranks, seed, False
+        self._ranks, self._seed, self._warned = ranks, seed, False  # the seed is of a random importance
         # for an importance of the weights: the masked entries in order, and how many there were before the first
         self._ranking: tuple[int, Tensor] | None = None
 

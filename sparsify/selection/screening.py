@@ -62,14 +62,7 @@ Product.sampler = staticmethod(sampled)
 
 
 class StreamingSelector(Selector):
-    """Selects the best entries on one rank, screened where that pays.
-
-    Args:
-        topk: a :class:`sparsify.core.topk.TopK`, or a :class:`DeviceTopK`; keeps the best.
-        importance: scores them.
-        work: counts the entries that are scanned.
-        masked_only: whether unmasked entries are no candidates.
-    """
+    """Selects the best entries on one rank by a ``TopK`` or a ``DeviceTopK``, screened where that pays."""
 
     batches_small = True  # whether it may be offered the small tensors together, after the others
     _topk: Any
@@ -126,9 +119,8 @@ class StreamingSelector(Selector):
     def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
         """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
 
-        Returns:
-            The gradient of the unmasked entries (k,); ``None`` where the full product cannot be screened or costs less,
-            or where not everything might be finite: nothing was offered then.
+        Returns the gradient of the unmasked ones (k,); ``None``, with nothing offered, where the full product costs
+        less, cannot be screened, or might not be finite.
         """
         left, right, size = product.left, product.right, product.numel
         most = screening_limit(left, right, tensor.count) if product.looked_up is None else 0
@@ -166,10 +158,7 @@ def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
 class RowBlocks:
     """A large product, or tied table, of which only some rows are in memory at a time.
 
-    Args:
-        gradient: what is multiplied out.
-        unmasked: (k,) int64, flat indices of entries whose gradient is wanted: ``taken`` (k,), in the rows so far.
-        excluded: (e,) int64, flat indices of entries that are set to zero.
+    ``taken`` (k,) is the gradient of the ``unmasked`` entries in the rows so far; the excluded ones (e,) are zero.
     """
 
     def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:

@@ -4,8 +4,8 @@
     forward    each use is counted
     backward   each use hands over its gradient, and its number is taken back
 
-No Python object lives as long as a compiled graph. A graph that is dropped leaves its numbers behind until the next
-optimizer step; meanwhile sums wait for the end of a backward pass, and nothing is lost.
+A graph that is dropped leaves its numbers behind until the next optimizer step: sums wait for the end of a backward
+pass meanwhile.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def check_not_exported() -> None:
 
 
 class CompiledGraphs:
-    """The graphs of a training step's model, whose operators (masked/compiled.py) call this.
-
-    These are imported while a graph is compiled, since they bring in the compiler.
-    """
+    """The graphs of a training step's model; their operators (masked/compiled.py) bring in the compiler."""
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step  # takes the gradients

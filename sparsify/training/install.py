@@ -1,8 +1,4 @@
-"""Everything that changes a model: into sparse training, and back to the plain model.
-
-In: an engine and the plan that it was built from. Out: the same model with its flat delta, buffers, masked modules and
-hooks; or, the other way, the plain model that it was.
-"""
+"""Everything that changes a model: into sparse training, and back to the plain model."""
 
 from __future__ import annotations
 

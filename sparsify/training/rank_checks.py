@@ -1,7 +1,4 @@
-"""Checks that all ranks train the same model, by comparing a digest of each part of its state.
-
-In: a training step on every rank. Out: nothing, or the same error on all of them, which names the parts and the remedy.
-"""
+"""Checks that all ranks train the same model, by digests of the parts of its state; all raise the same error."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_parameters_have_adapterhubs_names_and_shapes(name, kind):
 
 @pytest.mark.parametrize(("factor", "bottleneck"), [(16, 48), (7, 109), (0.5, 1536), (2.5, 307), (10_000, 1)])
 def test_a_bottleneck_is_rounded_down_and_never_empty(factor, bottleneck):
-    assert AdapterConfig("houlsby", factor).bottleneck(768) == bottleneck
+    assert Adapter(768, AdapterConfig("houlsby", factor)).adapter_up.in_features == bottleneck
 
 
 def test_cross_attention_of_a_bert_decoder_has_an_adapter_of_its_own():

@@ -10,7 +10,7 @@ from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_engine, opti
 from sparsify import summary as summary_of
 from sparsify.core.install import unmark
 from sparsify.masked.conv1d import MaskedConv1D
-from sparsify.masked.lists import MaskedParameterList
+from sparsify.masked.swap import MaskedParameterList
 
 DIM = 4
 

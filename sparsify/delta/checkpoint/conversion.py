@@ -1,8 +1,8 @@
 """Maps a model's names at run time to the tensors in a checkpoint that transformers renames or fuses at load.
 
-The rules are transformers' own. The model is built without weights, and the conversions that ``from_pretrained`` would
-run on tensors (renaming, stacks of experts, chunks of fused projections) are run on layouts. Other conversions
-(permuting, interleaving, dequantizing) are an error by name. Transformers 4 only renames tensors.
+The rules are transformers' own: the model is built without weights, and the conversions that ``from_pretrained`` would
+run on tensors are run on layouts. Those that layouts cannot follow (permuting, interleaving, dequantizing) are an error
+by name. Transformers 4 only renames tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 class Conversion:
     """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
 
-    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations.
+    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations. There are
+    none where the model is not known, for a ``problem``.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        model = _model_without_weights(folder, len(shapes))
-        self._prefix: str = model.base_model_prefix
-        self._tied = tied_names(model)
-        self.layouts = _convert(model, shapes)
+        self.layouts: dict[str, Layout | str] = {}
+        self.problem, self._prefix, self._tied = "", "", dict[str, list[str]]()
+        try:
+            model = _model_without_weights(folder, len(shapes))
+            self._prefix, self._tied = model.base_model_prefix, tied_names(model)
+            self.layouts = _convert(model, shapes)
+        except SparsifyError as error:
+            self.problem = str(error)
 
     def aliases(self, name: str) -> list[str]:
         """A tensor's names in ``layouts``, the first of tied ones first, with and without the prefix under the head."""

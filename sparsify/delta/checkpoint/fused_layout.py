@@ -2,8 +2,8 @@
 
     Layout.stored("gate.0", (4, 3)), Layout.stored("gate.1", (4, 3))  --torch.stack-->  Layout of shape (2, 4, 3)
 
-Torch's own functions take a layout in place of a tensor. It is a set of windows: boxes that together fill the tensor,
-each a strided view of one stored tensor. Nothing of the tensor's own size is allocated.
+Torch's own functions take a layout in place of a tensor. It is a set of windows, boxes that together fill the tensor,
+and nothing of the tensor's own size is allocated.
 """
 
 from __future__ import annotations
@@ -66,9 +66,6 @@ class Layout:
 
     def locate(self, indices: Tensor) -> list[Part]:
         """Finds where entries at flat positions (count,) int64, strictly increasing, are stored, by window."""
-        if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
-            window = self.windows[0]
-            return [Part(window.key, indices + int(window.place.storage_offset()), torch.arange(indices.numel()))]
         parts = []
         for window in self.windows:
             corners = np.ravel_multi_index(tuple((s.start, s.stop - 1) for s in window.box), self.shape, mode="clip")

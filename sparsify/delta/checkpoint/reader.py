@@ -58,8 +58,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name; iteration is over the names in the files.
 
     Access also takes a name at run time, for which transformers is imported, and gives the tensor that
-    ``from_pretrained`` would make. ``stored`` has the place of each tensor by its name in the files, ``folder`` holds
-    these and ``config.json``.
+    ``from_pretrained`` would make. ``stored`` has the place of each tensor by its name in the files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -87,7 +86,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def plain_names(self) -> list[str]:
         """The tensors' names at run time, each tied one's once, or those in the files of a model that is not known."""
-        if isinstance(self._conversion, SparsifyError):
+        if self._conversion.problem:
             return list(self)
         first = {name: self._conversion.aliases(name)[0] for name in self._conversion.layouts}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
@@ -95,7 +94,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def lacking(self, names: Iterable[str]) -> list[str]:
         """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model."""
         others = [name for name in names if name not in self.stored]
-        if not others or isinstance(self._conversion, SparsifyError):
+        if not others or self._conversion.problem:
             return []
         return [name for name in others if not self._conversion.aliases(name)]
 
@@ -111,8 +110,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if layouts := self.converted(name):
             return layouts[0]
         reason = "transformers loads none under that name either"
-        if isinstance(self._conversion, SparsifyError):
-            reason = f"what its tensors are called in a model is not known, since {self._conversion}"
+        if problem := self._conversion.problem:
+            reason = f"what its tensors are called in a model is not known, since {problem}"
         raise BaseMismatchError(
             f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}. Give the base "
             "that the delta was trained on, with its `config.json` next to the weights."
@@ -120,7 +119,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def converted(self, name: str) -> list[Layout]:
         """The layouts that transformers loads a tensor from; see :meth:`Conversion.find`."""
-        return [] if isinstance(self._conversion, SparsifyError) else self._conversion.find(name)
+        return self._conversion.find(name)
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
         """All layouts of a tensor, of which one is ``first``: equal copies of a tied one have to change together."""
@@ -148,12 +147,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.read(layout.keys[0]).dtype
 
     @cached_property
-    def _conversion(self) -> Conversion | SparsifyError:
-        """The names and layouts at run time, or the reason why they are unknown."""
-        try:
-            return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
-        except SparsifyError as error:
-            return error
+    def _conversion(self) -> Conversion:
+        return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

@@ -18,14 +18,9 @@ BLOCK = 1024  # entries of a program
 def scatter(
     weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
 ) -> None:
-    """Writes values (k,) into contiguous weights, each at its own entries, cast to its dtype.
+    """Writes values (k,) into contiguous weights, ``counts`` for each, at its flat indices (k,), cast to its dtype.
 
-    Args:
-        weights: on devices that Triton runs on.
-        counts: number of values for each weight.
-        indices: (k,) int64, flat in their weight and distinct there; the weights' entries one after the other.
-        values: in the same order.
-        seen: whether autograd's version counters see it.
+    ``seen``: whether autograd's version counters see it.
     """
     number = indices.numel()
     written = [weight for weight, count in zip(weights, counts, strict=True) if count]
