@@ -9,9 +9,9 @@ come twice: a difference that the dtype cannot hold exactly may be stored in two
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,56 +28,10 @@ CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 _MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
-Shape = tuple[int, ...]
-
-
-class Method(NamedTuple):
-    """How a method of PEFT stores the entries that it trains in a weight (out_features, in_features)."""
-
-    values_key: str  # the end of the names of values (count,)
-    indices_key: str
-    is_flat: bool  # whether indices are flat positions (count,), or rows and columns (2, count)
-    places: Callable[[Mapping[str, Any], Shape], int]  # their number, by the adapter's config and the weight's shape
-    # the values that PEFT computes with: base (n,), plus differences (count,) at positions, some of them twice
-    add: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def read_positions(self, stored: Tensor, shape: Shape) -> Tensor:
-        """The flat positions (count,) int64, checked to be in the weight."""
-        sizes = (math.prod(shape),) if self.is_flat else shape
-        expected = (torch.int32, torch.int64, torch.float32)  # the last is PEFT's on Windows
-        require(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
-        if stored.is_floating_point() and not torch.equal(stored, stored.round()):
-            raise SparsifyError("indices are no whole numbers")
-        positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
-        for row, size in zip(stored.long().view(len(sizes), -1), sizes, strict=True):
-            if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
-                raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
-            positions = positions * size + row
-        return positions
-
-
-def _add_rounded_once(base: Tensor, positions: Tensor, differences: Tensor) -> Tensor:
-    """In place, as SHiRA does, so that the sum of a low-precision weight and float32 is rounded once."""
-    result = base.clone()
-    result += torch.sparse_coo_tensor(positions[None], differences, base.shape, check_invariants=False)
-    return result
-
-
+# by method: the ends of the names of values (count,), and of their indices: rows and columns (2, count), flat (count,)
 METHODS = {
-    "shira": Method(
-        values_key="shira_weight",
-        indices_key="shira_indices",
-        is_flat=False,
-        places=lambda config, shape: int(float(config["r"]) * sum(shape)),
-        add=_add_rounded_once,
-    ),
-    "supertuning": Method(
-        values_key="supertuning_values",
-        indices_key="supertuning_indices",
-        is_flat=True,
-        places=lambda config, shape: int(math.prod(shape) * (1 - float(config["sparsity"]))),
-        add=lambda base, positions, differences: base.scatter_add(0, positions, differences.to(base.dtype)),
-    ),
+    "shira": ("shira_weight", "shira_indices"),
+    "supertuning": ("supertuning_values", "supertuning_indices"),
 }
 
 
@@ -117,7 +71,7 @@ def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
     return found, whole, origin
 
 
-def _find_method(config: Mapping[str, Any]) -> Method:
+def _find_method(config: Mapping[str, Any]) -> str:
     """The method of a config, as read from its file; raises where it asks for more than entries in a layer."""
     name = str(config.get("peft_type")).lower()
     if name not in METHODS:
@@ -129,34 +83,35 @@ def _find_method(config: Mapping[str, Any]) -> Method:
     if name == "supertuning" and not config.get("save_precomputed_indices", True):
         remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
         raise SparsifyError(f"it was saved without its indices: {remedy}")
-    return METHODS[name]
+    return name
 
 
-def _read_weights(path: Path, method: Method) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Values and indices by layer, and all other tensors."""
     if not path.is_file():
         pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
         stored = {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    values_key, indices_key = METHODS[method]
+    partners = {values_key: indices_key, indices_key: values_key}
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         layer, _, role = name.rpartition(".")
-        partner = {method.values_key: method.indices_key, method.indices_key: method.values_key}.get(role)
-        if partner is None:
+        if role not in partners:
             whole[name] = tensor
-        elif f"{layer}.{partner}" not in stored:
-            raise SparsifyError(f"`{name}` is there without `{layer}.{partner}`")
-        elif role == method.values_key:
-            layers[layer] = (tensor, stored[f"{layer}.{partner}"])
+        elif (partner := f"{layer}.{partners[role]}") not in stored:
+            raise SparsifyError(f"`{name}` is there without `{partner}`")
+        elif role == values_key:
+            layers[layer] = (tensor, stored[partner])
     if not layers:
-        raise SparsifyError(f"no tensor in it is called `<layer>.{method.values_key}`")
+        raise SparsifyError(f"no tensor in it is called `<layer>.{values_key}`")
     return layers, whole
 
 
 def _entries(
-    layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: Method, tensors: Mapping[str, Tensor]
+    layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: str, tensors: Mapping[str, Tensor]
 ) -> TensorDelta | None:
     """One layer's entries, checked; None where nothing differs from the base."""
     weight = base_tensor(f"{layer}.weight", tensors)
@@ -167,7 +122,8 @@ def _entries(
             "layer: give the base that it was trained on, unquantized."
         )
     try:
-        places = method.places(config, shape)
+        is_flat = method == "supertuning"
+        places = int(math.prod(shape) * (1 - float(config["sparsity"])) if is_flat else float(config["r"]) * sum(shape))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SparsifyError(f"its `{CONFIG_NAME}` gives no number of entries ({brief(error)})") from error
     if values.shape != (places,):
@@ -177,17 +133,35 @@ def _entries(
         )
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
-        expected = (places,) if method.is_flat else (2, places)
+        expected = (places,) if is_flat else (2, places)
         require(
             stored.shape == expected, "indices have shape", tuple(stored.shape), f"{expected} for {places:,} values"
         )
-        positions = method.read_positions(stored, shape)
-        indices, owners = positions.unique(return_inverse=True)
+        indices, owners = _positions(stored, (math.prod(shape),) if is_flat else shape).unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
-        trained = method.add(base, owners, values.to(torch.promote_types(base.dtype, torch.float32)))
+        differences = values.to(torch.promote_types(base.dtype, torch.float32))
+        if is_flat:
+            trained = base.scatter_add(0, owners, differences.to(base.dtype))
+        else:  # in place, so that the sum of a low-precision weight and float32 is rounded once
+            trained = base.clone()
+            trained += torch.sparse_coo_tensor(owners[None], differences, base.shape, check_invariants=False)
         changed = trained != base  # also where it is not a number, which the entries' own check refuses
         if not changed.any():
             return None
         return TensorDelta(indices[changed], trained[changed], shape, base.dtype, "replace", digest(base[changed]))
     except SparsifyError as error:
         raise SparsifyError(f"layer `{layer}`: {error}") from error
+
+
+def _positions(stored: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The flat positions (count,) int64 of stored indices, checked to be within the sizes that they are of."""
+    expected = (torch.int32, torch.int64, torch.float32)  # the last is PEFT's on Windows
+    require(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
+    if stored.is_floating_point() and not torch.equal(stored, stored.round()):
+        raise SparsifyError("indices are no whole numbers")
+    positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
+    for row, size in zip(stored.long().view(len(sizes), -1), sizes, strict=True):
+        if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
+            raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")
+        positions = positions * size + row
+    return positions

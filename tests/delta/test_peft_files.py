@@ -87,8 +87,10 @@ def test_differences_at_one_position_add_up(base, method, tmp_path):
     stored = {
         name.rpartition(".")[2]: tensor for name, tensor in load_file(tmp_path / WEIGHTS).items() if "0.att" in name
     }
-    first, second = stored[METHODS[method].values_key][:2]
-    position = METHODS[method].read_positions(stored[METHODS[method].indices_key], (16, 16))[0]
+    values_key, indices_key = METHODS[method]
+    first, second = stored[values_key][:2]
+    position = stored[indices_key][..., 0].flatten()
+    position = position[-1] + (16 * position[0] if method == "shira" else 0)
     tuned = SparseDelta.from_peft(tmp_path, base).apply(copy.deepcopy(base)).get_parameter(QUERY)
     torch.testing.assert_close(tuned.view(-1)[position], base.get_parameter(QUERY).view(-1)[position] + first + second)
 
