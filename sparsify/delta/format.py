@@ -182,23 +182,18 @@ def read_contents(
     if document.get(PAYLOAD_KEY) not in (None, _payload_digest(data)):  # not in a file of version 1
         raise DeltaFormatError("its payload does not have the SHA-256 that its metadata records: it was damaged")
     with torch.device("cpu"):  # whatever the default device is
-        stored = _stored(data)
+        try:
+            stored = safetensors.torch.load(data)
+        except KeyError:  # float4 and the like, which are read from a file alone
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, FILE_NAME).write_bytes(data)
+                stored = safetensors.torch.load_file(Path(folder, FILE_NAME))
     tensors = {name: _restore(name, record, stored) for name, record in records.items()}
     dense = {name: stored[f"{name}.whole"] for name in whole}
     for name, tensor in dense.items():
         if tensor.dtype == torch.bool:  # of bytes that may be other than 0 and 1
             dense[name] = tensor.view(torch.uint8) != 0
     return (tensors, dense, document["config"]), {key: stored[key] for key in present & optional}
-
-
-def _stored(data: bytes) -> dict[str, Tensor]:
-    """The stored tensors by key; float4 and the like can only be read from a file of their own."""
-    try:
-        return safetensors.torch.load(data)
-    except KeyError:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, FILE_NAME).write_bytes(data)
-            return safetensors.torch.load_file(Path(folder, FILE_NAME))
 
 
 def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelta:

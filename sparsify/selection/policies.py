@@ -31,27 +31,26 @@ class RankedSelector(Selector):
     batches_small = False
 
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
-        ordered, order = ids.to(like.device).sort()
-        self._ids, self._back = ids.to(like.device), order.argsort()
-        self._grads = like.new_zeros(ids.numel())
+        self._ids, self._grads = ids.to(like.device), like.new_zeros(ids.numel())
+        ordered, places = self._ids.sort()
         counts = count_by_tensor(ordered, [tensor.offset + tensor.numel for tensor in tensors]).tolist()
-        parts = zip(ordered.split(counts), self._grads.split(counts), strict=True)
-        self._own = dict(zip(tensors, parts, strict=True))  # of each tensor: ids, and a view of their gradients
+        parts = zip(ordered.split(counts), places.split(counts), strict=True)
+        self._own = dict(zip(tensors, parts, strict=True))  # of each tensor: ids, and their places among all
 
     def wants(self, tensor: MaskedTensor) -> bool:
         return self._own[tensor][0].numel() > 0
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         if self.wants(tensor):
-            ids, grads = self._own[tensor]
-            grads.copy_(gradient.take((ids - tensor.offset).to(tensor.parameter.device)))
+            ids, places = self._own[tensor]
+            self._grads[places] = gradient.take((ids - tensor.offset).to(tensor.parameter.device)).to(self._grads)
         return gradient.take(tensor.indices)
 
     def skip(self, tensor: MaskedTensor) -> None:
         """An empty gradient leaves the gradients zero."""
 
     def winners(self) -> Winners:
-        return Winners(self._ids, self._grads[self._back])
+        return Winners(self._ids, self._grads)
 
     def finite(self) -> Tensor:
         return self._grads.isfinite().all()

@@ -1,7 +1,4 @@
-"""Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user.
-
-For :class:`sparsify.Prune`, the entries that were not selected are set to zero.
-"""
+"""Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user."""
 
 from __future__ import annotations
 

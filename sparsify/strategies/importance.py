@@ -138,9 +138,7 @@ class Custom(Importance):
         return scores
 
 
-IMPORTANCES: dict[str, Callable[..., Importance]] = {
-    kind.name: kind for kind in (D3, Fisher, SNIP, Magnitude, Random, Bias)
-}
+IMPORTANCES: dict[str, Callable[..., Importance]] = {k.name: k for k in (D3, Fisher, SNIP, Magnitude, Random, Bias)}
 
 
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:
