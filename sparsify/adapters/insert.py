@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Adapters(nn.ModuleDict):
-    """A dictionary of adapters in a model; :func:`remove_adapters` recognises it by its class."""
+    """A dictionary of adapters in a model, as which :func:`remove_adapters` finds it."""
 
 
 def add_adapters(

@@ -1,9 +1,8 @@
 """Exchanges between the ranks of a training run.
 
 Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
-at different places all raise the same error instead of waiting for each other. Headers are CPU tensors, over gloo where
-the ranks' own backend has no CPU (NCCL): no header waits for a device, and a collective call on a device is launched
-only once all ranks have come to it. A rank that dies is an error at the next header.
+at different places all raise the same error. Headers are CPU tensors, over gloo where the ranks' own backend has no CPU
+(NCCL): a collective call on a device is launched only once all ranks have come to it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from sparsify.errors import SparsifyError
 BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
 WIDTH = 8  # integers in a header
 
-# two process groups of our own for each default group, since those of DDP and FSDP are in use during a backward pass:
-# one of its kind, and one for tensors on a CPU, which may be the same
+# for each default group two of our own, as DDP uses that in a backward pass: of its kind, and for tensors on a CPU
 _GROUPS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -98,10 +98,7 @@ def _examples(batch: Any) -> list[Any]:
 
 @contextmanager
 def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
-    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed.
-
-    The model is in evaluation mode and without gradients inside; afterwards both are those of before.
-    """
+    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed; in eval mode."""
     totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
 
     def add(parameter: Any) -> None:

@@ -108,12 +108,7 @@ class Given(Selection):
     name = "given"
 
 
-def _not_stored(**settings: Any) -> Given:
-    raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
-
-
 SELECTIONS: dict[str, Callable[..., Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat, Prune)}
-SELECTIONS["given"] = _not_stored
 
 
 @dataclass(frozen=True)
@@ -209,6 +204,8 @@ def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) ->
         return None
     settings = dict(data) if isinstance(data, dict) else {"name": data}
     name = settings.pop("name", None)
+    if name == Given.name:
+        raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
     if not isinstance(data, dict) or name not in kinds:
         raise SparsifyError(f"unknown {part} {name!r}; expected one of {', '.join(kinds)}.")
     try:

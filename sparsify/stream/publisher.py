@@ -1,7 +1,6 @@
 """The sending end of a stream: each version of a model in training as the bytes that changed since the one before.
 
     model in training --DeltaPublisher.update()--> bytes --any transport--> DeltaSubscriber.apply() --> plain base model
-                       DeltaPublisher.snapshot()   a whole version, for a follower that lacks the one before
 
 The versions of one publisher are a chain: they are counted from 0 and have a random id in common.
 """

@@ -110,7 +110,7 @@ class Version(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Which version a message makes, and what it changes in the base (a snapshot) or in the version before."""
+    """The version of a chain that a message makes, from the base (a snapshot) or from the version before."""
 
     chain: str
     version: int
