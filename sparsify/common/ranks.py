@@ -37,7 +37,6 @@ class Ranks:
     def __init__(self) -> None:
         self.timeout = 600.0  # seconds to wait for a rank in an exchange; to be set before the first backward
         self.bytes_sent = 0  # by this rank, to select the same entries as the others, as ring algorithms send them
-        self.exchanges = 0  # number of collective calls
 
     def gather(self, own: Tensor) -> Tensor:
         """Gathers tensors of one shape (n,): (ranks, n)."""
@@ -103,7 +102,6 @@ class Ranks:
                 "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
                 "in an evaluation of its own, needs a larger get_engine(model).ranks.timeout."
             ) from error
-        self.exchanges += 1
 
     def _group(self, device: torch.device) -> Any:
         """The process group for tensors on a device; all ranks make them at the same place."""

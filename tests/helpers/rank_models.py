@@ -70,7 +70,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in trained], lr=1e-2)
     losses, sent = [], []
     for step in range(steps):
-        before = engine.ranks.bytes_sent, engine.ranks.exchanges
+        before = engine.ranks.bytes_sent
         optimizer.zero_grad()
         for part in range(micro):
             is_last = part + 1 == micro
@@ -83,7 +83,7 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
                 loss.backward()
             losses.append(mean_over_ranks(loss))
         optimizer.step()
-        sent.append((engine.ranks.bytes_sent - before[0], engine.ranks.exchanges - before[1]))
+        sent.append(engine.ranks.bytes_sent - before)
     delta, base = engine.values.detach().clone(), engine.entries.base.clone()
     return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "base": base, "sent": sent}
 
