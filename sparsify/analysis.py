@@ -79,11 +79,8 @@ def shares(source: Source) -> list[TensorShare]:
 def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
     """The :func:`shares` of several sources by label, with layers and kinds from all their names together."""
     counts = {label: _counts(source) for label, source in sources.items()}
-    found = places(name for tensors in counts.values() for name in tensors)
-    return {
-        label: [TensorShare(name, *found[name], unmasked, size) for name, (unmasked, size) in tensors.items()]
-        for label, tensors in counts.items()
-    }
+    found = places(name for rows in counts.values() for name, *_ in rows)
+    return {label: [TensorShare(name, *found[name], *own) for name, *own in rows] for label, rows in counts.items()}
 
 
 def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
@@ -115,12 +112,12 @@ def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
     return found
 
 
-def _counts(source: Source) -> dict[str, tuple[int, int]]:
-    """(unmasked, size) of each tensor by plain name."""
+def _counts(source: Source) -> list[tuple[str, int, int]]:
+    """Each tensor's plain name, number of unmasked entries, and size."""
     if isinstance(source, SparseDelta):
-        return {name: (tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()}
+        return [(name, tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()]
     if isinstance(source, nn.Module):
-        return {plain_name(tensor.name): (tensor.count, tensor.numel) for tensor in get_engine(source).tensors}
+        return [(plain_name(tensor.name), tensor.count, tensor.numel) for tensor in get_engine(source).tensors]
     raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
 
 
@@ -183,19 +180,14 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
             "were unmasked.",
             stacklevel=2,
         )
-    steps = sorted({round(i * engine.step / (points - 1)) for i in range(points)})
-    unmasked = [_unmasked_after(engine, step) for step in steps]
-    counts = []  # of each point's entries, by tensor
-    for tensor in engine.tensors:
-        # the first point at which each entry is unmasked; the last bin is for those after all points
-        first = torch.bucketize(tensor.slots.cpu(), torch.tensor(unmasked), right=True)
-        counts.append(first.bincount(minlength=len(steps) + 1).cumsum(0).tolist())
     sizes = {tensor.name: tensor.numel for tensor in engine.tensors}
-    rows = [dict(zip(sizes, row, strict=True)) for row in zip(*counts, strict=True)]
-    return [
-        TrajectoryPoint(step, total, tensor_sparsity(row), selection_entropy(row, sizes))
-        for step, total, row in zip(steps, unmasked, rows, strict=False)
-    ]
+    slots = {tensor.name: tensor.slots.cpu().sort().values for tensor in engine.tensors}  # in order of unmasking
+    found = []
+    for step in sorted({round(i * engine.step / (points - 1)) for i in range(points)}):
+        unmasked = _unmasked_after(engine, step)
+        counts = {name: int(torch.searchsorted(own, unmasked)) for name, own in slots.items()}
+        found.append(TrajectoryPoint(step, unmasked, tensor_sparsity(counts), selection_entropy(counts, sizes)))
+    return found
 
 
 def _unmasked_after(engine: Engine, step: int) -> int:
