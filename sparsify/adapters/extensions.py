@@ -35,10 +35,7 @@ _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a reg
 
 
 def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
-    """Records PEFT's or our adapters in a model, for :func:`extend`; the record of a plain model is empty.
-
-    PEFT's adapters of which a delta ``held`` no tensor are left out, such as the copy that TRL's DPOTrainer refers to.
-    """
+    """Records PEFT's adapters of which a delta ``held`` tensors, and ours, for :func:`extend`."""
     found: dict[str, Any] = {}
     parts = {part for name in held for part in name.split(".")}
     for module in model.modules():
@@ -74,7 +71,7 @@ def _as_json(settings: dict[str, Any]) -> Any:
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Adds the modules in a delta's ``config`` to a base, uninitialised; PEFT's within a ``PeftModel``.
 
-    Raises where the record is invalid, or the modules have tensors that are not in the delta, by plain name and shape.
+    All of their tensors have to be in the delta, whose ``shapes`` are by plain name.
     """
     if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
         model = _add_peft_adapters(model, configs)

@@ -54,8 +54,7 @@ def write(
 ) -> None:
     """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``; makes folders if need be.
 
-    A file that was there before stays until the new one is complete. Raises before anything is written where
-    ``config`` does not go into JSON, or a reader would refuse a name, the config or the header's length.
+    Raises before anything is written where ``config`` does not go into JSON, or a reader would refuse the file.
     """
     data, document = to_bytes(tensors, whole, config)
     for_people = (json.dumps(document, indent=2) + "\n").encode()
@@ -118,12 +117,7 @@ def replace_file(path: Path, data: bytes | bytearray) -> None:
 
 
 def read(path: StrPath) -> DeltaParts:
-    """Reads a delta file into memory, and checks everything about it that can be checked without the base.
-
-    Raises:
-        DeltaFormatError: when anything in the file is not as ``format.md`` says, or it is no regular file.
-        OSError: when the file cannot be opened.
-    """
+    """Reads a delta file into memory; raises ``DeltaFormatError`` for anything that is not as ``format.md`` says."""
     with _opened(path) as file:
         return read_contents(file, *read_header(file))[0]
 

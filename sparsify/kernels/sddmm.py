@@ -36,11 +36,7 @@ def sampling_pays(left: Tensor, right: Tensor, number: int) -> bool:
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
-    """Computes entries of left^T right, with left (n, rows) and right (n, cols), at flat indices (k,).
-
-    Returns:
-        (k,) the dot products, summed in float32, or in float64 where the factors are.
-    """
+    """Computes entries (k,) of left^T right, (n, rows) and (n, cols), at flat indices (k,), in float32 or float64."""
     short = left.dtype in SHORT and right.dtype in SHORT
     if short and runs_ahead(left.device) and has_triton(left.device) and left.shape[0] and indices.numel():
         from sparsify.kernels.triton.sddmm import sddmm as fused

@@ -26,11 +26,10 @@ def select_static(
     model: nn.Module, tensors: Sequence[ModelTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
     calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
 ) -> Tensor:  # fmt: skip
-    """Selects the entries that ``Static`` or ``Prune`` trains, among the candidates of a model that is still plain.
+    """Selects the entries that ``Static`` or ``Prune`` trains in a plain model: (budget,) int64 global ids, best first.
 
-    Returns:
-        (budget,) int64 global ids, best first. The tensors that ``Prune`` leaves whole come before all others. With an
-        allocation by tensor, any first part of the ids is shared out among the tensors as the whole is.
+    The tensors that ``Prune`` leaves whole come before all others. With an allocation by tensor, any first part of the
+    ids is shared out among the tensors as the whole is.
     """
     importance: Any = strategy.importance
     selection: Any = strategy.selection  # Static, or Prune

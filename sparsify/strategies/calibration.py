@@ -23,14 +23,9 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Sums the gradients of the parameters over batches; for :class:`Fisher`, their squares over single examples.
+    """Sums each parameter's gradient over batches, in float32 or float64; for :class:`Fisher`, squares over examples.
 
-    Args:
-        calibration: batches (dicts for the model's forward), or a function of the model that runs backward itself.
-        loss_fn: the loss (scalar) of (model, batch); default: ``model(**batch).loss``.
-
-    Returns:
-        For each parameter, in its shape, float32 or float64.
+    The arguments are those of :func:`sparsify.sparsify`.
     """
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(

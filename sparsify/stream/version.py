@@ -191,11 +191,7 @@ def write_message(chain: str, number: int, changes: Changes, config: Mapping[str
 
 
 def read_message(data: bytes) -> Message:
-    """Reads a message and checks everything about it that can be checked without the base and earlier versions.
-
-    Raises:
-        DeltaFormatError: when a bit of it has changed since it was written, or it is no message at all.
-    """
+    """Reads a message; raises ``DeltaFormatError`` where a bit of it has changed, or it is no message at all."""
     with delta_format.refused("this is no update that can be used", "have it sent again, or ask for `snapshot()`"):
         file = io.BytesIO(data)
         header, document = delta_format.read_header(file)

@@ -46,10 +46,7 @@ def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
 
 @torch.no_grad()
 def read_base(tensors: Sequence[MaskedTensor], entries: ModelEntries, ranks: Ranks, first: int) -> None:
-    """Sets the base values of the entries from slot ``first`` on to their weights, which must not have changed yet.
-
-    On all ranks, after a backward pass.
-    """
+    """Sets the base values of the entries from slot ``first`` on to their weights; on all ranks, after a backward."""
     reshard(entries.root)
     base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
     for tensor in tensors:

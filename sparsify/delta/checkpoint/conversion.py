@@ -96,10 +96,7 @@ def _check_counts(config: object, num_tensors: int) -> None:
 
 
 def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:
-    """Layouts by name at run time, or the names of operations that no layout can follow.
-
-    As ``convert_and_load_state_dict_in_model`` of transformers, dtypes and devices left out.
-    """
+    """Layouts, or names of operations, as transformers' ``convert_and_load_state_dict_in_model`` makes tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
