@@ -146,7 +146,7 @@ def winners_of_random_tensors(rank):
     wrong = []
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
-        layer = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((40, 30), (20, 16), (8, 50))))
+        layer = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((40, 30), (20, 16), (8, 50), (1, 1))))
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator).round(decimals=seed % 3)
         tensors = get_engine(sparsify(layer, 5, steps=5)).tensors

@@ -66,6 +66,9 @@ class Layout:
 
     def locate(self, indices: Tensor) -> list[Part]:
         """Finds where entries at flat positions (count,) int64, strictly increasing, are stored, by window."""
+        if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
+            window = self.windows[0]
+            return [Part(window.key, indices + int(window.place.storage_offset()), torch.arange(indices.numel()))]
         parts = []
         for window in self.windows:
             corners = np.ravel_multi_index(tuple((s.start, s.stop - 1) for s in window.box), self.shape, mode="clip")
