@@ -1,7 +1,6 @@
 """Each benchmarked method trains what it says, from the same filled buffers and on the same batches."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import peft
 import pytest
@@ -9,13 +8,11 @@ import torch
 from safetensors.torch import save_file
 from step_bench.methods import METHODS
 from step_bench.models import SHAPES, make_batches
-from step_bench.settings import AHEAD, WARM_UP, Settings
+from step_bench.settings import WARM_UP, Settings
 from step_bench.worker import Worker, make_state
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from sparsify import get_engine
-from sparsify.training.engine import COLLECT, COMMIT
 
 BUDGET = 2_000
 SMALL = {  # of each family
@@ -56,17 +53,6 @@ def test_the_dense_form_and_the_library_select_the_same_entries_from_the_same_bu
     assert dense.trainee.unmasked() == BUDGET // 2 + (WARM_UP + 3) * BUDGET // 1000
 
 
-def test_buffers_filled_to_the_whole_budget_leave_places_for_every_step(start):
-    worker = start("id3", fill=1.0)
-    assert worker.unmasked == pytest.approx(BUDGET * 0.95, abs=1)
-    seen = [worker.trainee.unmasked()]
-    for _ in range(AHEAD - WARM_UP):
-        worker.step()
-        seen.append(worker.trainee.unmasked())
-    assert all(later > earlier for earlier, later in pairwise(seen))
-    assert seen[-1] == BUDGET
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_trains_as_many_numbers_as_it_says(start, method):
     if method == "supertuning" and not hasattr(peft, "SupertuningConfig"):
@@ -87,16 +73,10 @@ def test_each_method_trains_as_many_numbers_as_it_says(start, method):
 
 def test_the_sparse_part_of_a_backward_is_timed_in_some_more_steps(start):
     worker = start("static")
-    engine = get_engine(worker.trainee.model)
     found = worker.measure(2)
-    assert engine.step == WARM_UP + 4
+    assert get_engine(worker.trainee.model).step == WARM_UP + 4
     assert len(found["forward_backward"]) == len(found["updates"]) == len(found["sparse"]) == 2
     assert all(0 < seconds < 60 for seconds in found["sparse"])
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        worker.step()
-    counts = {event.key: event.count for event in profiled.key_averages()}
-    assert counts[COLLECT] >= sum(bool(tensor.count) for tensor in engine.tensors)
-    assert counts[COMMIT] == 1
 
 
 @pytest.mark.parametrize("family", ["tiny", "t5-small", "deberta-v3-base", "llama-1b"])

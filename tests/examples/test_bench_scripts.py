@@ -112,7 +112,6 @@ def test_swaps_are_measured_in_every_round(tmp_path):
     [
         ("file", {"shape": "bert-bse"}, "unknown shape 'bert-bse'; expected one of minilm, bert-base"),
         ("file", {"shape": "minilm", "entries": 3}, r"3 entries; expected 37, one a layer, to 215,285, 2 % of"),
-        ("swap", {"dtype": "float31"}, "unknown dtype 'float31'; expected one of float32, bfloat16"),
         ("merge", {"density": 0.0}, r"expected .* --density in \(0, 1\]"),
         ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3"),
     ],

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import step
@@ -30,19 +31,6 @@ def invoke(*arguments):
     app = typer.Typer()
     app.command()(step.main)
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Makes the command measure nothing; gives the settings of all methods."""
-    seen = []
-
-    def fake(methods, rounds, steps, progress, limit):
-        seen.extend(methods)
-        return [replace(measured("id3"), settings=one) for one in methods]
-
-    monkeypatch.setattr(step, "measure", fake)
-    return seen
 
 
 @pytest.mark.parametrize("heap", HEAPS)
@@ -116,19 +104,15 @@ def test_the_command_measures_each_method_in_every_round(tmp_path, monkeypatch):
     assert (rows["id3"]["trained"], rows["id3"]["unmasked"], len(rows["id3"]["sparse"])) == (400, 200, 2)
 
 
-def test_every_budget_of_every_shape_is_measured(asked, tmp_path):
-    out = tmp_path / "raw.json"
-    arguments = ["--shapes", "tiny,bert-base", "--layers", "1,2", "--budgets", "10,1_000", "--methods", "id3,full"]
-    said = invoke(*arguments, "--json", str(out)).output
-    assert [(one.shape, one.layers, one.budget, one.method) for one in asked] == [
-        (shape, layers, budget, method)
-        for shape in ("tiny", "bert-base") for layers in (1, 2) for budget in (10, 1000) for method in ("id3", "full")
-    ]  # fmt: skip
-    assert len(json.loads(out.read_text())["results"]) == 16
-    assert said.count("interleaved rounds") == 8
-    asked.clear()
-    invoke("--shapes", "tiny,bert-base", "--methods", "id3")
-    assert [one.budget for one in asked] == [1_000, 320_000], "each shape's own"
+def test_every_budget_of_every_shape_is_measured(monkeypatch):
+    def fake(methods, *_):
+        asked.extend((one.shape, one.layers, one.budget, one.method) for one in methods)
+        return [replace(measured("id3"), settings=one) for one in methods]
+
+    asked = []
+    monkeypatch.setattr(step, "measure", fake)
+    invoke("--shapes", "tiny,bert-base", "--layers", "1,2", "--budgets", "10,1_000", "--methods", "id3,full")
+    assert asked == [*product(("tiny", "bert-base"), (1, 2), (10, 1_000), ("id3", "full"))]
 
 
 @pytest.mark.parametrize(
@@ -136,18 +120,16 @@ def test_every_budget_of_every_shape_is_measured(asked, tmp_path):
     [
         (("--methods", "full,di3"), "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
         (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
-        (("--device", "tpu"), "unknown device 'tpu'; expected one of cpu, cuda"),
         (("--device", "cuda:1"), "--device cuda:1: torch finds no GPU here"),
         (("--budget", "0.1"), "--budget '0.1'; expected whole numbers of at least 1"),
-        (("--layers", "3,-1"), "--layers '3,-1'; expected whole numbers of at least 0"),
         (("--shapes", "tiny,minilm", "--layers", "3"), "--layers: 'minilm' has pretrained weights"),
     ],
 )
-def test_bad_options_are_named_before_anything_starts(arguments, message, asked, monkeypatch):
+def test_bad_options_are_named_before_anything_starts(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step, "measure", pytest.fail)
     with pytest.raises(SparsifyError, match=message):
         invoke(*arguments)
-    assert not asked
 
 
 def test_a_workers_error_is_raised_by_the_parent_and_it_has_limited_time():
