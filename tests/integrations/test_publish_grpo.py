@@ -1,6 +1,4 @@
-"""GRPO with its sampler in another process: each rollout is by the trainer's weights of that step, bit by bit."""
-
-import multiprocessing
+"""GRPO by a follower that samples: each rollout is by the trainer's weights of that step, bit by bit."""
 
 import pytest
 import torch
@@ -10,33 +8,6 @@ from test_trl import BUDGET, STEPS, grpo, load, save_base
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, sparsify
 
 pytestmark = pytest.mark.slow
-
-
-class Sampler:
-    """A process with the base, which follows the messages that it is sent, and generates when it is asked."""
-
-    def __init__(self, folder):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, folder), daemon=True).start()
-
-    def ask(self, request):
-        self.connection.send(request)
-        assert self.connection.poll(120), "the sampler does not answer"
-        return self.connection.recv()
-
-
-def serve(connection, folder):
-    torch.set_num_threads(1)
-    follower = DeltaSubscriber(load(folder).eval())
-    while True:
-        request = connection.recv()
-        if isinstance(request, bytes):
-            connection.send(follower.apply(request))
-        else:
-            with follower.reading() as version:
-                place = follower.chain, version
-                connection.send((place, *completions(follower.model, *request), bits(follower.model)))
 
 
 def completions(model, prompts, seed):
@@ -55,11 +26,6 @@ def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
-def sampler(base):
-    return Sampler(base)
-
-
 @pytest.mark.parametrize(
     ("options", "versions"),
     [
@@ -69,22 +35,23 @@ def sampler(base):
         ({"beta": 0.1}, [0, 1, 2, 3]),  # with the base as reference
     ],
 )
-def test_each_rollout_is_by_the_weights_of_its_version(base, sampler, tmp_path, options, versions):
-    found = []
+def test_each_rollout_is_by_the_weights_of_its_version(base, tmp_path, options, versions):
+    sampler, found = DeltaSubscriber(load(base).eval()), []
 
     def rollout(prompts, trainer):
         ids = trainer.processing_class(prompts).input_ids
-        place, greedy, sampled, held = sampler.ask((ids, trainer.state.global_step))
-        found.append(place[1])
         last = callback.publisher.snapshot()
-        assert place == (last.chain, last.version)
         model = trainer.model.eval()
+        with sampler.reading() as version:
+            assert (sampler.chain, version) == (last.chain, last.version)
+            found.append(version)
+            greedy, sampled = completions(sampler.model, ids, trainer.state.global_step)
         assert [greedy, sampled] == completions(model, ids, trainer.state.global_step)
         model.train()
-        assert held == bits(SparseDelta.from_model(model).apply(load(base)))
+        assert bits(sampler.model) == bits(SparseDelta.from_model(model).apply(load(base)))
         return {"prompt_ids": ids, "completion_ids": sampled, "logprobs": None}
 
-    callback = SparsifyCallback(publish=lambda update: sampler.ask(bytes(update)))
+    callback = SparsifyCallback(publish=lambda update: sampler.apply(bytes(update)))
     model = sparsify(load(base), BUDGET)
     trainer = grpo(model, tmp_path, callbacks=[callback], rollout_func=rollout, **options)
     trainer.train()
