@@ -1,6 +1,5 @@
 """The paper's experiments: methods and kinds of tasks train, nothing that has finished is lost, scores are right."""
 
-import itertools
 import json
 import math
 import signal
@@ -8,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 import transformers as hf
 from scipy import stats
 
-from examples.paper import analysis, metrics, protocol, run, runs, significance, suites, tables, tasks, training
+from examples.paper import analysis, protocol, run, runs, significance, suites, tables, tasks, training
 from examples.paper.methods import METHODS
 from examples.paper.settings import Settings
 from sparsify.cli.demo import default_model
@@ -131,29 +131,16 @@ def test_held_out_rows_train_no_run_and_the_halves_share_no_row():
     assert more[:10] == train
     assert not any(row in judged[""] for row in more)
     assert tasks.choose_rows(rows, {"": rows}, rows=None, held_out=None)[1] == {"": rows}
-    fewer = tasks.choose_rows(rows, {"a": rows, "b": rows[:2]}, rows=None, held_out=None, limit=3)[1]
-    assert {name: len(own) for name, own in fewer.items()} == {"a": 3, "b": 2}
-    assert all(row in rows for row in fewer["a"])
     first, second = tasks.halves(9)
     assert sorted(first + second) == list(range(9))
     with pytest.raises(SystemExit, match="--held-out 20, and there are 20 training rows"):
         tasks.choose_rows(rows, {}, None, 20)
 
 
-def test_the_rate_rises_and_falls():
-    factor = training.rate_factor(replace(BASE, warmup=0.2, decay="linear"), 10)
-    assert [factor(step) for step in (0, 1, 2, 6, 10)] == [0.5, 1.0, 1.0, 0.5, 0.0]
-    factor = training.rate_factor(BASE, 10)
-    assert {factor(step) for step in range(10)} == {1.0}
-
-
-def test_missing_data_or_seqeval_is_an_error_that_says_what_to_install(monkeypatch):
+def test_missing_data_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit, match=r"`qqp` is not in SPARSIFY_DATA=.*pip install 'sparsify-ft\[paper\]'"):
         tasks.load_rows(tasks.TASKS["qqp"])
-    monkeypatch.setitem(sys.modules, "seqeval.metrics", None)
-    with pytest.raises(SystemExit, match=r"seqeval's: pip install 'sparsify-ft\[paper\]'"):
-        metrics.scores("entity f1", [["O"]], [["O"]])
 
 
 def test_every_suite_can_be_planned_and_a_run_is_planned_once_whatever_it_does_not_depend_on():
@@ -162,15 +149,13 @@ def test_every_suite_can_be_planned_and_a_run_is_planned_once_whatever_it_does_n
         planned = suites.plan(run.chosen_suite(options), run.chosen_recipes(options), {})
         assert {settings.rows for settings in planned} == {5}
         assert {settings.exp for settings in planned if settings.method.startswith("id3")} == {0, 2}
-    suite = replace(suites.SUITES["local"], tasks=("sst2",), seeds=(0,))
-    recipes = [{"until": 0.2}, {"until": 1.0}]
-    planned = suites.plan(suite, recipes, {})
-    count = {method: sum(settings.method == method for settings in planned) for method in suite.methods}
-    # four rates; two budgets; two recipes
-    assert (count["id3"], count["pafi"], count["lora"], count["full"], count["bitfit"]) == (16, 8, 8, 4, 4)
-    assert {settings.rate for settings in planned if settings.method == "full"} == set(suite.rates["full"])
+    suite = replace(suites.SUITES["local"], tasks=("sst2",), seeds=(0, 1))
+    planned = suites.plan(suite, [{"until": 0.2}, {"until": 1.0}], {})
+    count = Counter(settings.method for settings in planned)
+    # four rates and two seeds; two budgets; two recipes
+    assert (count["id3"], count["pafi"], count["lora"], count["full"], count["bitfit"]) == (32, 16, 16, 8, 8)
     assert len({settings.key for settings in planned}) == len(planned)
-    seeds = [settings.seed for settings in suites.plan(replace(suite, seeds=(0, 1)), recipes, {})]
+    seeds = [settings.seed for settings in planned]
     assert seeds == sorted(seeds), "a table of one seed is complete before the next begins"
 
 
@@ -310,10 +295,12 @@ def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     (found,) = significance.anova(lines, "exp").values()
     expected = stats.f_oneway(*scores.values())
     assert found == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 3)
-    other_task = [{**one, "settings": {**one["settings"], "task": "cola"}} for one in lines]
-    for one in other_task:
-        one["epochs"] = [{**epoch, "score": epoch["score"] - 50} for epoch in one["epochs"]]
-    (both,) = significance.anova(lines + other_task, "exp").values()
+    lower = [
+        line(i, 0, (score - 50,) * 2, task="cola", exp=float(exp))
+        for exp in scores
+        for i, score in enumerate(scores[exp])
+    ]
+    (both,) = significance.anova(lines + lower, "exp").values()
     ratio = expected.statistic * 8 / 3  # twice the squares, and 12 - 3 - 1 degrees of freedom in place of 6 - 3
     assert both == (pytest.approx(ratio), pytest.approx(stats.f.sf(ratio, 2, 8)), 3)
     assert significance.anova(lines[:2], "exp") == {}
@@ -330,17 +317,6 @@ def test_the_tables_name_what_differs_and_compare_within_a_budget():
     assert "| id3 50 (until=0.2) | lora 50 | +10.5 ± 6.4 | 0.25 | 2 | 1 |" in shown
     assert not any("lora 99 |" in text and "id3" in text for text in shown)
     assert shown[-1] == "- id3, 50 entries: F = 0.00, p = 1, 2 values"
-
-
-def test_the_parts_of_a_score_have_a_table_of_their_own():
-    run = line(1, 0, (40, 40), (80, 80), (60, 60), task="mnli")
-    for epoch, (first, second) in zip(run["epochs"], ((30, 50), (70, 90), (99, 21)), strict=True):
-        epoch["parts"] = {"matched accuracy": first, "mismatched accuracy": second}
-    shown = tables.report([run], "id3").splitlines()
-    title = shown.index("### Parts of the scores")
-    assert "| mnli matched accuracy | mnli mismatched accuracy | mean |" in shown[title + 4]
-    assert shown[title + 6] == "| id3 50 | 84 | 70.0 | 90.0 | 80.0 | 0.500 | 1 |"
-    assert "### Parts of the scores" not in tables.report([line(1, 0, (1, 1))], "id3")
 
 
 def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(tiny, tmp_path, monkeypatch, capsys):
@@ -376,12 +352,3 @@ def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(
     assert 0 < float(rows["full"][6]) < 1
     assert -1 <= float(shown.split()[-1]) <= 1
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png", "changes.png"}
-
-
-def test_the_curves_are_those_of_the_training_steps(tiny):
-    experiment = training.load(replace(BASE, model=tiny, steps=4, head="budget"))
-    curve = analysis.recorded(experiment)
-    training.train(experiment, BASE)
-    assert [step for step, *_ in curve] == [0, 1, 2, 3]
-    assert curve[0][1:] == (1.0, 0.0)
-    assert all(earlier >= later for (_, earlier, _), (_, later, _) in itertools.pairwise(curve)), "none is masked again"
