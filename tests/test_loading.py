@@ -12,7 +12,6 @@ from models import build, train
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
-from sparsify.common.names import plain_model
 
 # seen under 4.57: a base without a model type is refused as another family's, and a bare BertPreTrainedModel is built
 of_version_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="behaves otherwise under transformers 4")
@@ -113,13 +112,6 @@ def test_another_dtype_is_a_reason_to_warn_and_a_head_that_the_delta_brings_is_n
         assert load_model(base, delta).config.num_labels == 4
         logger.removeHandler(caplog.handler)
     assert caplog.records == []
-
-
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torch.nn.ModuleDict({"module": torch.compile(model)})])
-def test_the_plain_model_is_found_within_wrappers(wrap):
-    model, _ = build("bert")
-    assert plain_model(wrap(model)) is model
-    assert plain_model(model) is model
 
 
 def test_a_wrong_base_and_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classifier, tmp_path):

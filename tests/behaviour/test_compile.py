@@ -10,7 +10,6 @@ import pytest
 import torch
 from models import build, loss_of
 from oracle import unmasked_sets
-from peft import LoraConfig, get_peft_model
 from program_runs import run as run_program
 from programs import PARTS, WIDTH, Program, program
 from quantized_models import quantized_build
@@ -241,15 +240,6 @@ def test_sparse_gradients_and_quantized_layers_are_what_they_are_in_eager_mode()
     sparsify(model, BUDGET, steps=STEPS, target_modules="all-linear")
     run = torch.compile(model, backend="aot_eager")
     assert_trains_alike(model, copy.deepcopy(model), batches[:2], run, loss_of)
-
-
-@slow
-def test_a_lora_that_is_trained_sparsely_is_one_graph():
-    (model, batches), counter = built("llama"), CompileCounterWithBackend("aot_eager")
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    sparsify(model, BUDGET, steps=STEPS)
-    assert_trains_alike(model, copy.deepcopy(model), batches[:STEPS], aot(model, counter), loss_of)
-    assert counter.frame_count == PRELUDE + 1
 
 
 @pytest.mark.parametrize("training", [True, False])

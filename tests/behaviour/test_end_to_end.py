@@ -13,7 +13,6 @@ from trainers import make_trainer
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify, summary
 
 BUDGET, STEPS = 60, 6
-TEXTS = ["a cat sat on the mat", "stocks fell sharply on Monday", "the recipe needs two eggs", "he scored twice"]
 
 
 def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():

@@ -292,11 +292,3 @@ def test_transformers_own_adapters_are_sparsified_too(tmp_path):
     names = {name for name, parameter in dense.named_parameters() if parameter.requires_grad}
     Twins(dense, sparsify(sparse, 30, steps=3), 30, 3, names=names).train(batches)
     assert_saved_alike(sparse, dense, tmp_path)
-
-
-def test_an_adapter_injected_into_any_module_is_sparsified_too():
-    model, batch = OWN_MODELS["attention"][0]().double(), OWN_MODELS["attention"][1]()
-    peft.inject_adapter_in_model(lora(target_modules=["embed", "head"], init_lora_weights=False), model)
-    train(sparsify(model.double(), 12, steps=1), [batch])
-    assert all("lora_" in name for name, indices in unmasked_sets(model).items() if indices)
-    assert get_engine(model).unmasked == 12

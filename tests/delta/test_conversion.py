@@ -71,18 +71,6 @@ def test_a_layout_makes_nothing_of_the_tensors_size():
     assert (part.key, part.indices.item()) == ("experts.127", 2**40 - 1)
 
 
-def test_the_prefix_of_the_model_under_the_head_is_added_or_taken_away(tmp_path):
-    model = bert()
-    whole, inner = Checkpoint(save(model, tmp_path / "head")), Checkpoint(save(model.bert, tmp_path / "inner"))
-    name = "encoder.layer.0.output.dense.weight"
-    weight = model.bert.encoder.layer[0].output.dense.weight
-    for checkpoint in (whole, inner):
-        assert torch.equal(checkpoint[name], weight)
-        assert torch.equal(checkpoint[f"bert.{name}"], weight)
-    assert "classifier.weight" not in inner
-    assert "classifier.weight" in whole
-
-
 @pytest.mark.parametrize(
     ("make", "legacy"),
     [

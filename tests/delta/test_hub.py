@@ -20,7 +20,6 @@ from sparsify.delta.entries import TensorDelta
 from sparsify.delta.hub import is_repo_id, model_card, public_config, update_card
 from sparsify.strategies.strategy import PRESETS
 
-ROOT = Path(__file__).parents[2]
 REPO = f"{OWNER}/my-delta"
 FILES = {"README.md", "sparse_delta.safetensors", "sparse_delta_config.json"}
 BASE = "google-bert/bert-base-uncased"

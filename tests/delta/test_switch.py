@@ -84,16 +84,6 @@ def test_a_model_that_was_changed_meanwhile_is_left_alone(base, deltas, switch, 
     assert bits(base) == before
 
 
-@pytest.mark.filterwarnings("ignore:.*trained values are cast")
-def test_a_model_that_was_cast_switches_on(base, switch):
-    base.to(torch.float64)
-    before = bits(base)
-    switch.activate("1")
-    switch.activate("2")
-    switch.deactivate()
-    assert bits(base) == before
-
-
 def test_a_sum_is_attached_as_its_value_on_the_base_and_a_delta_from_where_it_was_saved(base, deltas, switch, tmp_path):
     deltas["1"].save(tmp_path)
     total = 0.5 * deltas["1"] + deltas["2"]

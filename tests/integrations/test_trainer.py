@@ -229,8 +229,6 @@ def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
     ("options", "text"),
     [
         ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
-        ({"schedule": "cubic"}, r"schedule=uniform\(every=1, until=1.0\), and .* schedule=cubic"),
-        ({"strategy": "pafi"}, r"importance=d3\(exp=2, eps=1\), selection=increment, and .* selection=static"),
         ({"seed": 7}, "build the model from the same base"),
     ],
 )

@@ -215,8 +215,3 @@ def test_a_further_use_of_an_embeddings_table_waits_no_more(like_a_gpu, monkeypa
 
     monkeypatch.setattr(Deep, "forward", forward)
     assert waits_of_a_step(1) == FORWARD[like_a_gpu] | COMMIT
-
-
-def test_the_count_of_waits_sees_those_of_the_cpus_way(monkeypatch):
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 0)  # each tensor is looked at by itself
-    assert sum(waits_of_a_step(6).values()) > sum(waits_of_a_step(1).values()) > 4

@@ -10,7 +10,6 @@ from models import build, run_steps, train
 from torch import nn
 
 from sparsify import D3, Increment, SparseDelta, SparsifyError, Strategy, extend, get_engine, sparsify, summary
-from sparsify.adapters import add_adapters
 
 STEPS = 6
 
@@ -198,14 +197,6 @@ def test_positions_and_base_values_are_copied_once_while_nothing_is_unmasked():
         assert entries.base is before.tensors[name].base
     changed = [not torch.equal(entries.values, before.tensors[name].values) for name, entries in after.tensors.items()]
     assert all(changed)
-
-
-def test_modules_that_the_base_lacks_are_stored_whole():
-    model, batches = build("bert")
-    add_adapters(model, "pfeiffer", 4)
-    versions = follow(sparsify(model, 60, steps=STEPS, modules_to_save=["classifier"]), batches)
-    assert versions[-1].tensors == {}
-    assert versions[-1].config["entries_in_whole"] == 60
 
 
 def test_plain_weights_that_are_loaded():

@@ -17,7 +17,7 @@ from sparsify import SparseDelta, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
 from sparsify.training.new_parameters import find_new
 
-FACTOR, BUDGET, STEPS, RATE = 4, 60, 3, 0.05
+FACTOR, BUDGET, STEPS = 4, 60, 3
 CONFIGS = {"pfeiffer": "seq_bn", "houlsby": "double_seq_bn"}
 FIVE = ["bert", "roberta", "deberta-v2", "t5", "llama"]
 # AdapterHub's other methods; a masked module of each kind is among them
