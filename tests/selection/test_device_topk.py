@@ -1,4 +1,4 @@
-"""Selection on a GPU, or as on one on the CPU: the same winners, and a few waits a step for any number of tensors."""
+"""Selection on a GPU, or as on one on the CPU: the same winners (test_cuda.py counts what it waits for)."""
 
 import copy
 import gc
@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from device_waits import HostWaits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build, loss_of, train
 from oracle import unmasked_sets
 from products import seeded
-from torch import nn
 from twins import Twins
 
 from sparsify import D3, Fisher, get_engine, kernels, sparsify
@@ -92,19 +90,6 @@ def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, im
         assert winners.weights[:found].tolist() == weights[winners.ids[:found]].tolist()
 
 
-def test_a_large_model_is_selected_from_by_few_launches_and_cuts(monkeypatch):
-    launched = []
-    for kernel in ("plain_select", "plain_cut"):
-        monkeypatch.setattr(device_topk, kernel, lambda *args: launched.append(args))
-    monkeypatch.setattr(kernels, "_is_installed", lambda: False)
-    layer = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
-    sizes = [32000 * 4096, 4096, *32 * layer, 32000 * 4096]  # of a 7-billion-parameter Llama
-    topk = DeviceTopK(6_700, sum(sizes), torch.float32, torch.get_default_device())
-    for size in sizes:
-        topk.offer(D3(), torch.empty(1), torch.empty(1).expand(1, size), None, 0)
-    assert len(launched) <= 2 * sum(size // device_topk.MOST_AT_ONCE + 1 for size in sizes) + 50
-
-
 def test_the_best_of_several_devices_are_selected(like_a_gpu):
     topks = [DeviceTopK(3, 40, torch.float32, torch.get_default_device()) for _ in range(2)]
     for number, scores in enumerate(([5.0, 1.0, 3.0, 3.0], [3.0, 4.0, torch.inf])):
@@ -157,61 +142,3 @@ def test_a_forward_follows_a_flat_delta_that_was_written_to(write, like_a_gpu):
     tensors = [tensor for tensor in get_engine(model).tensors if tensor.count]
     assert all(torch.equal(tensor.take(tensor.indices), tensor.base + tensor.delta) for tensor in tensors)
     assert any(tensor.delta.any() for tensor in tensors)
-
-
-class Deep(nn.Module):
-    """As many layers as it takes, of every kind of masked module."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8, padding_idx=0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(layers))
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden).square().mean()
-
-
-def waits_of_a_step(layers, micro_batches=1, **options):
-    """What the third optimizer step of a model waits for."""
-    torch.manual_seed(0)
-    model = Deep(layers)
-    sparsify(model, 40, options.pop("strategy", "id3"), **{"steps": 10, **options})
-    optimizer = optimizer_of(model)
-    batches = [torch.randint(20, (2, 5)) for _ in range(3 * micro_batches)]
-    for step in range(3):
-        with HostWaits() as waits:
-            optimizer.zero_grad()
-            for batch in batches[step * micro_batches : (step + 1) * micro_batches]:
-                model(batch).backward()
-            optimizer.step()
-    return waits.counts
-
-
-COMMIT, FORWARD = {"tolist": 1}, {"plain": {"equal": 1}, "triton": {}}  # without Triton the flat delta is compared
-
-
-@pytest.mark.parametrize(
-    ("options", "forwards", "commit"),
-    [
-        ({"layers": 1}, 1, COMMIT),
-        ({"layers": 6}, 1, COMMIT),
-        ({"layers": 3, "micro_batches": 3}, 3, COMMIT),
-        ({"layers": 3, "strategy": "pafi", "steps": None}, 1, {}),  # selects nothing
-    ],
-)
-def test_a_step_waits_for_the_gpu_once_however_many_tensors(options, forwards, commit, like_a_gpu, small_parts):
-    compared = {name: forwards * number for name, number in FORWARD[like_a_gpu].items()}
-    assert waits_of_a_step(**options) == commit | compared
-
-
-def test_a_further_use_of_an_embeddings_table_waits_no_more(like_a_gpu, monkeypatch):
-    def forward(model, ids):
-        return model.layers[0](model.embedding(ids) + model.embedding(19 - ids)).square().mean()
-
-    monkeypatch.setattr(Deep, "forward", forward)
-    assert waits_of_a_step(1) == FORWARD[like_a_gpu] | COMMIT
