@@ -31,21 +31,6 @@ def join(streams, device=DEVICE):
         pass
 
 
-def test_a_second_stream_waits_for_the_first_which_waits_for_it(current):
-    streams, first, second = Streams(), current[DEVICE], Stream()
-    join(streams)
-    join(streams)
-    assert not first.waited_for, "a single one waits for nothing"
-    current[DEVICE] = second
-    with streams.joined(DEVICE):
-        assert second.waited_for == [first]
-        assert not first.waited_for
-    assert first.waited_for == [second]
-    current[DEVICE] = first
-    join(streams)
-    assert second.waited_for == [first, first], "its memory may be read by the first one still"
-
-
 def test_a_stream_of_the_forward_is_waited_for_by_another_devices_thread(current):
     streams, forward, threads_own = Streams(), current[DEVICE], Stream()
     streams.use(DEVICE)

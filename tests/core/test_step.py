@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from oracle import DenseOracle
-from torch import nn
-from torch.nn import functional as F
+from rank_models import VOCABULARY, Words
 
 from sparsify.core.importance import D3
 from sparsify.core.install import train
@@ -16,20 +15,12 @@ from sparsify.core.schedule import Schedule
 STEPS, BUDGET = 8, 61
 
 
-class Net(nn.Module):
-    """A tied table, a layer that is used twice, a norm, a frozen scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.first, self.norm = nn.Embedding(20, 8), nn.Linear(8, 12), nn.LayerNorm(12)
-        self.shared, self.last, self.head = nn.Linear(12, 12), nn.Linear(12, 8), nn.Linear(8, 20, bias=False)
-        self.head.weight = self.table.weight
-        self.scale = nn.Parameter(torch.ones(8), requires_grad=False)
-
-    def forward(self, ids):
-        hidden = F.gelu(self.norm(self.first(self.table(ids))))
-        hidden = self.shared(torch.tanh(self.shared(hidden))) + hidden
-        return self.head(self.scale * self.last(hidden).mean(1))
+def made(seed):
+    """A model with a tied table, a layer that is used twice and a frozen bias; and batches."""
+    torch.manual_seed(seed)
+    model = Words().double()
+    model.narrow.bias.requires_grad_(False)
+    return model, [(ids, ids.roll(1, 1)) for ids in torch.randint(1, VOCABULARY, (STEPS, 6, 5))]
 
 
 def trained_by_core(model):
@@ -39,18 +30,11 @@ def trained_by_core(model):
     return train(model, BUDGET, policy)
 
 
-def batches(seed):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(STEPS):
-        yield torch.randint(20, (6, 5), generator=generator), torch.randint(20, (6,), generator=generator)
-
-
 @pytest.mark.parametrize("forwards", [1, 2, 3])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_core_alone_equals_the_dense_oracle(seed, make, forwards):
-    torch.manual_seed(seed)
-    dense = Net().double()
+    dense, batches = made(seed)
     sparse = copy.deepcopy(dense)
     names = [name for name, parameter in dense.named_parameters() if parameter.requires_grad]
     oracle = DenseOracle(
@@ -59,17 +43,17 @@ def test_the_core_alone_equals_the_dense_oracle(seed, make, forwards):
     step = trained_by_core(sparse)
     optimizer = make([sparse.sparse_values], 1e-2, weight_decay=0.0)
     kept = []
-    for number, (ids, labels) in enumerate(batches(seed)):
+    for number, batch in enumerate(batches):
         with torch.no_grad():
-            sparse(ids)  # a validation pass
+            sparse(*batch)  # a validation pass
         if number % 2:
-            kept.append(sparse(ids))  # a graph that never runs backward
+            kept.append(sparse(*batch))  # a graph that never runs backward
         else:
             kept.clear()
         losses = []
         for model in (dense, sparse):
-            parts = zip(ids.chunk(forwards), labels.chunk(forwards), strict=True)
-            losses.append(sum(F.cross_entropy(model(own), target) for own, target in parts) / forwards)
+            parts = zip(*(part.chunk(forwards) for part in batch), strict=True)
+            losses.append(sum(model(*part) for part in parts) / forwards)
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
         oracle.step(losses[0])
         optimizer.zero_grad()
@@ -84,17 +68,15 @@ def test_the_core_alone_equals_the_dense_oracle(seed, make, forwards):
 
 
 def test_a_kept_graph_makes_sums_wait_for_the_commit_and_gives_its_uses_back():
-    torch.manual_seed(0)
-    model = Net().double()
+    model, (batch, *_) = made(0)
     step = trained_by_core(model)
-    (ids, labels), *_ = batches(0)
-    loss = F.cross_entropy(model(ids), labels)
+    loss = model(*batch)
     assert all(tensor.waiting for tensor in step.tensors)
     loss.backward(retain_graph=True)
     assert all(tensor.waiting for tensor in step.tensors), "the graph may run again"
     loss.backward()
     assert not any(tensor.waiting for tensor in step.tensors)
-    kept = model(ids)
+    kept = model(*batch)
     assert all(tensor.waiting for tensor in step.tensors)
     del kept
     assert not any(tensor.waiting for tensor in step.tensors)

@@ -120,24 +120,6 @@ def test_memory_stays_in_the_order_of_the_topk_under_mass_ties_and_while_scores_
     assert topk.winners().ids.tolist() == list(range(first, first + size))
 
 
-def test_an_entry_that_cannot_reach_the_threshold_is_not_scored():
-    class Counting(D3):
-        scored = 0
-
-        def score(self, weight, grad):
-            Counting.scored += grad.numel()
-            return super().score(weight, grad)
-
-    topk = TopK(2, torch.float32, "cpu")
-    topk.offer(Counting(), torch.zeros(1, 4), torch.full((1, 4), 5.0), None, 0)
-    assert Counting.scored == 4
-    grad = torch.ones(10, 4)
-    grad[7, 2] = 6.0
-    topk.offer(Counting(), torch.zeros(10, 4), grad, None, 4)
-    assert Counting.scored == 5
-    assert topk.winners().ids.tolist() == [4 + 30, 0]
-
-
 def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_says():
     generous = register_importance("test-topk-generous")(lambda weight, grad: torch.ones_like(grad))
     topk = TopK(4, torch.float32, "cpu")

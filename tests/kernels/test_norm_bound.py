@@ -1,14 +1,11 @@
 """The steps that are found hold every entry that reaches the threshold, whatever the factors are made of."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors
 
-from sparsify.kernels import norm_bound
 from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
 
 ALL = 1 << 40  # entries that may be multiplied
@@ -59,15 +56,6 @@ def test_what_the_norms_rule_out_is_not_found_and_factors_may_be_strided(dtype):
     assert sorted(columns.tolist()) == list(range(140, 150))
 
 
-def test_each_step_has_fewer_columns_and_a_beginning_of_the_firsts():
-    left, right = factors("random", 64, 700, 300)
-    left, right = (factor * 10 ** (2 * torch.rand(factor.shape[1])) for factor in (left, right))
-    steps = found_in(left, right, float(exact(left, right).abs().view(-1).quantile(0.99)))
-    assert len(steps) > 1
-    assert all(after[1].equal(before[1][: after[1].numel()]) for before, after in pairwise(steps))
-    assert steps[-1][1].numel() < steps[0][1].numel()
-
-
 def test_nothing_is_found_where_too_much_would_be_left():
     left, right = factors("random", 64, 700, 150)
     left[:, [0, *range(41, 700)]] *= 0.1
@@ -76,19 +64,6 @@ def test_nothing_is_found_where_too_much_would_be_left():
     assert 0 < size < 700 * 150
     assert found_in(left, right, least, size) is not None
     assert found_in(left, right, least, size - 1) is None
-
-
-def test_some_norms_tell_where_screening_is_vain(monkeypatch):
-    """A classifier's few tokens with a gradient are screened; of a language model's factors most is never read."""
-    seen, norms = [], norm_bound._norms
-    monkeypatch.setattr(norm_bound, "_norms", lambda *parts: seen.append(parts[0].shape[1]) or norms(*parts))
-    for last, sizes in ((1, [34]), (1e-3, [34, 300])):
-        left, right = factors("random", 256, 300, 200)
-        left[8:] *= last
-        best = float(exact(left, right).abs().view(-1).topk(60).values[-1])  # a thousandth
-        seen.clear()
-        assert (found_in(left, right, best, most=40_000) is None) == (len(sizes) == 1)
-        assert seen == sizes
 
 
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 3e38])

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsify import desparsify, sparsify
-from sparsify.core.gradients import Product
 
 DIM = 4
 
@@ -194,16 +193,6 @@ def test_a_weight_is_itself_outside_of_the_models_forward(layer):
     desparsify(model)
     assert type(layer._parameters) is dict
     assert layer.weight is weight
-
-
-def test_a_weight_that_is_only_looked_at_is_still_done_with_in_its_one_uses_node(monkeypatch):
-    casting = Own(lambda module, x: module.layer(x.to(module.layer.weight.dtype)))  # as T5's feed-forward block
-    casting.layer = nn.Linear(DIM, DIM)
-    model = sparsify_fully(nn.Sequential(casting))
-    held = []
-    monkeypatch.setattr(Product, "held", lambda product: held.append(product))
-    model(torch.randn(3, DIM)).sum().backward()
-    assert not held
 
 
 @pytest.mark.parametrize("change", ["values", "dtype"])

@@ -61,23 +61,6 @@ def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_beh
     assert torch.equal(module(x), expected)
 
 
-def test_a_use_is_announced_where_a_gradient_is_collected_and_that_is_computed_where_it_is_wanted(case):
-    module, x = case[0], an_input(case[0])
-    recorder, tensors = mask(module)
-    module.requires_grad_(True)  # as PEFT's set_adapter does
-    recorder.wanted = False
-    module(x).sum().backward()
-    assert set(recorder.begun) == set(tensors)
-    assert not recorder.gradients
-    assert all(parameter.grad is None for parameter in module.parameters())
-    recorder.gradients.clear()
-    recorder.listening = False
-    assert not module(x).requires_grad
-    with torch.no_grad():
-        module(x)
-    assert not recorder.gradients
-
-
 def test_identity_and_aliases_stay_in_a_whole_model():
     shared = nn.Linear(DIM, DIM)
     model = nn.ModuleDict({"a": shared, "b": shared, "norm": nn.LayerNorm(DIM), "table": nn.Embedding(5, DIM)})

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify import D3, Bias, Increment, Random, Repeat, Schedule, SparsifyError, Static, Strategy
-from sparsify.strategies.budget import resolve_budget, resolve_capacity, share_out
+from sparsify import D3, Increment, Random, SparsifyError, Static, Strategy
+from sparsify.strategies.budget import resolve_budget, share_out
 
 # 5 rows of 4 less a padding row, and a bias of 3: 19 candidates
 CANDIDATES = {"table.weight": 16, "head.bias": 3}
@@ -17,11 +17,6 @@ CANDIDATES = {"table.weight": 16, "head.bias": 3}
 @pytest.mark.parametrize(("budget", "entries"), [(1, 1), (19, 19), (0.5, 9), (0.99, 18)])
 def test_numbers_and_shares_are_of_the_candidates(budget, entries):
     assert resolve_budget(budget, Strategy(D3(), Increment()), CANDIDATES) == entries
-
-
-@pytest.mark.parametrize("selection", [Static(), Increment(), Repeat()])
-def test_biases_say_themselves_how_many_they_are(selection):
-    assert resolve_budget(None, Strategy(Bias(), selection), CANDIDATES) == 3
 
 
 def test_a_budget_that_gives_no_entries_is_an_error_that_names_the_limits():
@@ -45,14 +40,3 @@ def test_counts_are_the_exact_shares_rounded_and_keep_their_order(candidates, da
 def test_equal_remainders_go_to_the_first():
     assert share_out(30, [100, 200]) == [10, 20]
     assert share_out(5, [4] * 4) == [2, 1, 1, 1]
-
-
-CAPACITIES = [
-    (Static(), None, 6), (Increment(), 100, 6), (Repeat(), 2, 12), (Repeat(), 100, 19), (Repeat(7), None, 7),
-    (Repeat(10**9), None, 19),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("selection", "steps", "capacity"), CAPACITIES)
-def test_only_repeat_needs_more_room_than_the_budget(selection, steps, capacity):
-    assert resolve_capacity(6, Strategy(D3(), selection), Schedule(), steps, CANDIDATES) == capacity
