@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from architectures import WIDTH, build
+from deltas import bits
 from oracle import unmasked_sets
 from requirements import needs_transformers_5
 from torch import nn
@@ -225,23 +226,10 @@ def test_a_head_of_the_users_own_stays_trainable_and_a_frozen_one_frozen():
     assert [name for name in trainable(model) if "adapter" not in name] == ["head.weight", "head.bias"]
 
 
-def trains_adapters_only(model):
-    for key, parameter in model.named_parameters():
-        parameter.requires_grad_(".adapters." in key)
-
-
-def trains_norms_too(model):
-    for module in model.modules():
-        if "Norm" in type(module).__name__:
-            module.requires_grad_(True)
-
-
 @every_kind
 @every_architecture
-@pytest.mark.parametrize("prepare", [lambda model: None, trains_adapters_only, trains_norms_too])
-def test_id3_on_adapters_is_the_oracle_to_the_last_entry(name, kind, prepare):
+def test_id3_on_adapters_is_the_oracle_to_the_last_entry(name, kind):
     base, batches = with_adapters(name, kind)
-    prepare(base)
     dense, sparse = copy.deepcopy(base), copy.deepcopy(base)
     sparsify(sparse, BUDGET, "id3", steps=STEPS)
     projections = [layer for adapter in adapters_of(sparse) for layer in (adapter.adapter_down[0], adapter.adapter_up)]
@@ -322,16 +310,15 @@ def test_a_model_of_the_users_own_takes_adapters_after_its_linear_layers():
 
 def untouched(model, call, match):
     """Runs a call that has to fail, and to leave the model as it is."""
-    before = {key: (value.clone(), value.requires_grad) for key, value in model.named_parameters()}
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+
+    def state():
+        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        return bits(model), trainable(model), hooks
+
+    before = state()
     with pytest.raises(SparsifyError, match=match):
         call()
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    for key, (value, requires_grad) in before.items():
-        assert torch.equal(after[key], value)
-        assert after[key].requires_grad == requires_grad
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert state() == before
 
 
 def odd_stack():
@@ -349,10 +336,8 @@ def of_adapterhub():
 BAD_ARGUMENTS = [
     ({"kind": "seq_bn"}, "kind='seq_bn' is no kind of adapter; expected houlsby or pfeiffer"),
     ({"reduction_factor": 0}, "reduction_factor=0; expected a number of at least 1/1024"),
-    ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
     ({"reduction_factor": float("nan")}, "reduction_factor=nan; expected"),
     ({"reduction_factor": True}, "reduction_factor=True; expected"),
-    ({"reduction_factor": "16"}, "reduction_factor='16'; expected"),
     ({"adapter_name": "a.b"}, "adapter_name='a.b' cannot be part of a parameter's name"),
     ({"adapter_name": "keys"}, "adapter_name='keys' cannot be"),
     ({"target_modules": ["no_such"]}, "target_modules: 'no_such' matches no module of the model"),

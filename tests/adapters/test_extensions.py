@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from deltas import lora_recipes, set_initial, with_recipes
 from limits import needs_limits, within_limits
 from models import build, train
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
@@ -70,14 +69,6 @@ def test_a_peft_model_is_loaded_in_one_call(folder, tmp_path, name, labels):
     assert not loaded.training
     assert loaded.config.num_labels == labels
     assert torch.equal(logits(loaded), logits(model))
-
-
-def test_a_file_with_recipes_is_loaded_in_one_call(folder, tmp_path):
-    model = get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))
-    recipes = lora_recipes(model)
-    model = trained(set_initial(model, recipes))
-    with_recipes(SparseDelta.from_model(model), recipes).save(tmp_path / "delta")
-    assert torch.equal(logits(load_model(folder, tmp_path / "delta")), logits(model))
 
 
 def test_several_adapters_are_recorded_and_built(folder):
