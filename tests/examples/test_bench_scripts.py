@@ -133,12 +133,6 @@ def test_ranks_are_measured_in_every_round(script):
         assert bool(result["choosing_bytes"]) == (name == "id3")
 
 
-def test_the_roofline_counts_the_products_of_a_layer(script):
-    phases = script("roofline").phases
-    work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in ("floor", "id3")]
-    assert work == [24_000, 38_400]
-
-
 def test_a_step_on_a_cpu_is_broken_down_and_drawn(script, tmp_path, capsys):
     files = {"json": tmp_path / "raw.json", "plot": tmp_path / "picture.png"}
     script("profile_step").main("tiny", "id3,lora", budget=1_000, batch=2, seq=8, **files)

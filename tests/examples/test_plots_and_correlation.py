@@ -75,19 +75,6 @@ def test_what_has_nothing_unmasked_is_grey_and_nothing_at_all_is_an_error():
         plot_shares(SparseDelta({}))
 
 
-def test_deltas_side_by_side_share_rows_and_colours(tmp_path, recwarn):
-    deltas = {name: SparseDelta.from_model(trained("bert", name)[0]) for name in ("id3", "pafi")}
-    figure = plot_shares(deltas)
-    first, second = figure.axes
-    [bar] = second.child_axes
-    assert first.collections[0].norm is second.collections[0].norm
-    assert first.get_ylim() == second.get_ylim()
-    assert second.get_title() == f"pafi\n{BUDGET} unmasked entries"
-    assert bar.get_ylabel() == "unmasked share"  # a delta has no tensor without an entry
-    figure.savefig(tmp_path / "picture.png")
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("magnitude", [False, True])
 @pytest.mark.parametrize("among", ["either", "both"])
 @pytest.mark.parametrize("other", ["random", "full"])

@@ -168,15 +168,6 @@ class Named(nn.Module):
         return {"loss": self.inner(x, labels)}
 
 
-def own_adapters():
-    from peft import LoraConfig
-
-    plain = build("llama")[0]
-    torch.manual_seed(0)
-    plain.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    return sparsify(plain, 0.3)
-
-
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "per_device_train_batch_size": 16}
 CASES = {
     "bert": (make_model, {}),
@@ -189,7 +180,6 @@ CASES = {
     "autocast": (make_model, {"bf16": True}),
     "cosine": (lambda: make_model(schedule="cosine"), {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
     "plain": (lambda: sparsify(Named(), 20), {"rows": rows_of("mlp"), "remove_unused_columns": False}),
-    "transformers' own adapters": (own_adapters, {"rows": rows_of("llama")}),
 }
 
 
