@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.core.gradients import DenseGradient, Product, row_gradient, sum_rows
+from sparsify.core.gradients import DenseGradient, Product, sum_rows
 from sparsify.selection.screening import RowBlocks
 
 ROWS, COLS = 12, 10
@@ -123,31 +123,6 @@ def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype):
     assert more.take(EVERY[: 2 * COLS]).tolist() == [2501] * COLS + [2500] * COLS
 
 
-@pytest.mark.parametrize("number", [ROWS - 1, ROWS, 50])
-def test_as_many_ids_as_rows_have_the_gradient_of_the_whole_table(number):
-    ids, grad = torch.arange(number).view(1, -1) % 3, torch.ones(1, number, COLS, dtype=torch.bfloat16)
-    gradient = row_gradient(ids, grad, ROWS)
-    assert (gradient.rows is None) == (number >= ROWS)
-    expected = torch.zeros(ROWS, COLS).index_add_(0, ids[0], grad[0].float())
-    assert gradient.take(EVERY).view(ROWS, COLS).tolist() == expected.tolist()
-    assert gradient.add(row_gradient(ids, grad, ROWS)).take(EVERY).tolist() == (2 * expected).flatten().tolist()
-
-
-@pytest.mark.parametrize("rows", [[3], [1, 1], [4, 0, 4, 2, 4, 0], [2, 2, 1, 2]], ids=str)
-def test_rows_are_summed_and_filled_up_by_the_last_one(rows):
-    values = torch.randn(len(rows), COLS).double()
-    total = sum_rows(torch.tensor(rows), values)
-    assert total.rows.tolist() == sorted(set(rows)) + [max(rows)] * (len(rows) - len(set(rows)))
-    expected = torch.zeros(ROWS, COLS).double().index_add_(0, torch.tensor(rows), values)
-    torch.testing.assert_close(total.take(EVERY).view(ROWS, COLS), expected)
-    total.clear(EVERY[::2])
-    expected.view(-1)[::2] = 0
-    torch.testing.assert_close(total.take(EVERY), expected.flatten())
-    other, whole = of_rows([0, 4]), of_rows()
-    expected += sum_of(other, whole)
-    torch.testing.assert_close(total.add(other).add(whole).dense().values, expected)
-
-
 @pytest.mark.parametrize(("tokens", "waits"), [(0, True), (3, True), (10, True), (11, False), (100, False)])
 def test_the_sum_of_two_products_waits_as_a_product_while_its_factors_are_small(tokens, waits):
     first, second = product(tokens), product(tokens)
@@ -173,13 +148,3 @@ def test_any_two_forms_add_up(first, second):
     expected, total = sum_of(first, second), first.held().add(second)
     torch.testing.assert_close(total.take(EVERY).double(), expected.flatten(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(sum_of(total), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_product_and_rows_are_kept_apart_and_what_is_alone_or_dense_is_not():
-    rows = of_rows([1, 4])
-    both = product(3).held().add(rows)
-    assert isinstance(both, Product)
-    assert both.numel == ROWS * COLS
-    assert product(0).held().add(rows) is rows
-    for other in (product(3, torch.float32), of_rows()):
-        assert isinstance(product(3).held().add(other), DenseGradient)

@@ -10,7 +10,7 @@ from products import KINDS, SIZES, exact, factors, seeded
 
 from sparsify.core import gradients
 from sparsify.kernels import has_triton
-from sparsify.kernels.sddmm import plain_sddmm, sampling_pays
+from sparsify.kernels.sddmm import plain_sddmm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -90,14 +90,3 @@ def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted
     entries = gradients.Product(left, right).take(indices)
     assert entries.dtype == (torch.float32 if number < 40 else torch.bfloat16)  # else the whole product's
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=1e-2, atol=0.1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_few_entries_of_large_layers_are_sampled_and_never_all(dtype):
-    def pays(rows, cols, number, tokens=1024):
-        return sampling_pays(torch.empty(tokens, rows, dtype=dtype), torch.empty(tokens, cols, dtype=dtype), number)
-
-    assert pays(3072, 768, 3072 * 768 // 200)
-    assert not pays(3072, 768, 3072 * 768 // 20)
-    assert not pays(8, 8, 1)
-    assert not pays(8, 8, 1, tokens=0), "an empty product has costs too"

@@ -17,7 +17,6 @@ from twins import Twins, sgd
 from sparsify import D3, SNIP, Increment, Schedule, Strategy, get_engine, sparsify, summary
 from sparsify.core.gradients import Product
 from sparsify.core.topk import TopK
-from sparsify.kernels import norm_bound
 from sparsify.selection.screening import StreamingSelector, Work
 
 ROWS, COLS, TOKENS = 48, 40, 24
@@ -90,21 +89,6 @@ def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
     assert screen(full, tensor, product) is not None
     assert screen(full, tensor, Product(product.left.double(), product.right.double())) is None
     assert screen(empty, tensor, product) is None, "it has no threshold"
-
-
-@pytest.mark.parametrize(
-    ("norms", "entry", "unmasked", "is_screened"),
-    [(0, 0, 0, True), (22, 0, 0, False), (0, ROWS * COLS / 20, 15, True), (0, ROWS * COLS / 14, 15, False)],
-)
-def test_nothing_is_screened_where_that_costs_more_than_the_full_product(
-    monkeypatch, norms, entry, unmasked, is_screened
-):
-    monkeypatch.setattr(norm_bound, "NORMS", norms)
-    monkeypatch.setattr(norm_bound, "ENTRY", entry)
-    topk, unmasked = TopK(1, torch.float32, "cpu", threshold=1e3), torch.arange(unmasked)
-    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
-    found = screen(topk, a_tensor(torch.zeros(ROWS, COLS), unmasked), product, unmasked)
-    assert (found is not None) is is_screened
 
 
 HARD = {

@@ -13,8 +13,8 @@ from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, print_t
 from sparsify.core.importance import D3
 from sparsify.core.schedule import Schedule
 from sparsify.selection.screening import Work
-from sparsify.strategies.strategy import PRESETS, Increment, Repeat, Strategy
-from sparsify.training.summary import Summary, strategy_name
+from sparsify.strategies.strategy import PRESETS, Repeat, Strategy
+from sparsify.training.summary import Summary
 
 STEPS, BUDGET = 4, 20
 SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bias": 5}
@@ -116,10 +116,6 @@ def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
     assert [line.split()[0] for line in tensors[:3]] == [name, "b", "c"]
     assert len(tensors) == 11
     assert tensors[-1] == "  ... and 15 more tensors"
-
-
-def test_a_strategy_without_a_preset_is_called_by_its_parts():
-    assert strategy_name(Strategy(D3(exp=1), Increment())) == "D3(exp=1, eps=1.0), Increment()"
 
 
 def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
