@@ -1,9 +1,11 @@
 """FSDP2 (``fully_shard``) trains as one process with all batches would: gloo processes, many checks a spawn."""
 
+import copy
 import re
 
 import pytest
 import torch
+from deltas import bits
 from oracle import unmasked_sets
 from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, selecting, train, words
 from rank_processes import on_ranks
@@ -11,9 +13,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import SparseDelta, base_weights, desparsify, get_engine, sparsify, summary
+from sparsify import (
+    DeltaPublisher,
+    DeltaSubscriber,
+    SparseDelta,
+    base_weights,
+    desparsify,
+    get_engine,
+    sparsify,
+    summary,
+)
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks
 
@@ -120,6 +132,32 @@ def state(rank):
     return verified, applied, unmasked_sets(alone) == unmasked_sets(model), resumed
 
 
+# name -> model and batches, arguments of sparsify()
+FOLLOWED = {
+    "sharded": (words, {}),
+    "sharded, with a head": (mlp, {"modules_to_save": ["head"]}),
+    "replicated": (words, {}),
+}
+
+
+def followed(rank):
+    """By case: a follower's bits after each step, and whether a delta of the model makes the same."""
+    found = {name: [] for name in FOLLOWED}
+    for name, (make, settings) in FOLLOWED.items():
+        model, batches = make()
+        base = copy.deepcopy(model)
+        sparsify(model, BUDGET, steps=STEPS, **settings)
+        parallel = DistributedDataParallel(model) if name == "replicated" else shard(model)
+        publisher, follower = DeltaPublisher(parallel), DeltaSubscriber(copy.deepcopy(base))
+        follower.apply(bytes(publisher.snapshot()))
+        for batch in batches:
+            train(rank, model, [batch], steps=1, parallel=parallel)
+            follower.apply(bytes(publisher.update()))
+            expected = SparseDelta.from_model(model).apply(copy.deepcopy(base))
+            found[name].append((bits(follower.model), bits(follower.model) == bits(expected)))
+    return found
+
+
 def refused(rank):
     def sparse():
         return sparsify(mlp()[0], BUDGET, steps=STEPS)
@@ -140,7 +178,7 @@ def refused(rank):
     }
 
 
-OWN = [rounded_in_forward, written_behind_its_back, state, refused]
+OWN = [rounded_in_forward, written_behind_its_back, state, followed, refused]
 
 
 def all_scenarios(rank):
@@ -183,6 +221,14 @@ def test_states_and_deltas_leave_the_shards_and_come_back(two):
         assert same
         assert resumed["sets"].keys() == uninterrupted["sets"].keys()
         assert sum(map(len, resumed["sets"].values())) == BUDGET
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_ranks_publish_the_same_versions_to_the_bit_what_a_delta_takes(two, name):
+    first, second = (found[name] for found in on_each(two, followed))
+    assert first == second
+    assert all(is_right for _, is_right in first)
+    assert len({str(held) for held, _ in first}) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,10 @@ from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer,
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-import sparsify as package
 from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
-
-def test_the_callback_is_a_public_name_and_misspelt_ones_are_not():
-    with pytest.raises(AttributeError, match="has no attribute 'SparsifyCallbacks'"):
-        package.SparsifyCallbacks  # noqa: B018
 
 
 def run(model, folder, callback=None, **arguments):

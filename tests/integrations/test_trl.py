@@ -1,16 +1,17 @@
-"""TRL's trainers on a sparsified tiny Llama: the oracle's entries, small checkpoints, resuming, DPO's reference."""
+"""TRL's trainers on a sparsified tiny Llama: the oracle's entries, resuming, DPO's reference, GRPO's rollouts."""
 
 import copy
 from functools import partial
 
 import pytest
 import torch
+from deltas import bits
 from models import build
 from oracle import unmasked_sets
 from trainers import assert_same, outcome
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsify import SparseDelta, SparsifyCallback, get_engine, load_model, sparsify, summary
+from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, get_engine, load_model, sparsify, summary
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -22,12 +23,8 @@ WORDS = [first + second + third for first in "bdk" for second in "aeo" for third
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return save_base(tmp_path_factory.mktemp("llama"))
-
-
-def save_base(folder):
     """The folder of a tiny Llama, its weights far enough from zero for the losses to differ."""
-    model, _ = build("llama")
+    folder, (model, _) = tmp_path_factory.mktemp("llama"), build("llama")
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(10)
@@ -155,3 +152,53 @@ def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path)
     tokens = torch.arange(8)[None]
     loaded = load_model(base, SparseDelta.from_model(model))  # without the copy that TRL has added as the reference
     assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+def completions(model, prompts, seed):
+    """Two completions of each prompt: the most probable tokens, and sampled ones."""
+    torch.manual_seed(seed)
+    length = len(prompts[0])
+    made = (
+        model.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=do_sample, pad_token_id=0)
+        for do_sample in (False, True)
+    )
+    return [tokens[:, length:].tolist() for tokens in made]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "versions"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"gradient_accumulation_steps": 2}, [0, 1, 2, 3]),
+        ({"num_iterations": 2}, [0, 2]),  # each batch of completions serves two steps
+        ({"beta": 0.1}, [0, 1, 2, 3]),  # with the base as reference
+    ],
+)
+def test_each_rollout_of_a_follower_is_by_the_weights_of_its_version(base, tmp_path, options, versions):
+    sampler, found = DeltaSubscriber(load(base).eval()), []
+
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts).input_ids
+        last = callback.publisher.snapshot()
+        model = trainer.model.eval()
+        with sampler.reading() as version:
+            assert (sampler.chain, version) == (last.chain, last.version)
+            found.append(version)
+            greedy, sampled = completions(sampler.model, ids, trainer.state.global_step)
+        assert [greedy, sampled] == completions(model, ids, trainer.state.global_step)
+        model.train()
+        assert bits(sampler.model) == bits(SparseDelta.from_model(model).apply(load(base)))
+        return {"prompt_ids": ids, "completion_ids": sampled, "logprobs": None}
+
+    callback = SparsifyCallback(publish=lambda update: sampler.apply(bytes(update)))
+    model = sparsify(load(base), BUDGET)
+    trainer = grpo(model, tmp_path, callbacks=[callback], rollout_func=rollout, **options)
+    trainer.train()
+    assert found == versions
+    rollout(["bal ket"], trainer)
+    assert found[-1] == STEPS
+    resumed = grpo(sparsify(load(base), BUDGET), tmp_path, callbacks=[callback], rollout_func=rollout, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # a chain of its own, counted from 0
+    assert found[len(versions) + 1 :] == [version - 2 for version in versions if version >= 2]
+    assert bits(resumed.model) == bits(model)
