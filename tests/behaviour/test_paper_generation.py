@@ -18,7 +18,6 @@ from examples.paper import language, metrics, run, runs, sources, tasks, trainin
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
-from examples.paper.rules import capped, floored, mixed, rates
 from examples.paper.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("data")
@@ -226,19 +225,3 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])
     language.main(["--results", str(path), "--table"])
     assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
-
-
-def test_rules_keep_to_the_budget_their_caps_and_their_floor():
-    torch.manual_seed(0)
-    gradients = {"a": torch.randn(20, 30) * (1 + 20 * (torch.arange(30) == 3)), "b": torch.randn(30, 10)}
-    masks = [
-        {name: torch.zeros(g.numel()).index_fill(0, found[name], 1).view_as(g) for name, g in gradients.items()}
-        for found in (capped(gradients, 90, 3, 4), floored(gradients, 90, 1), mixed(gradients, 90, 0.5, seed=0))
-    ]
-    assert [sum(int(mask.sum()) for mask in own.values()) for own in masks] == [90] * 3
-    assert all(mask.sum(0).max() <= 3 and mask.sum(1).max() <= 4 for mask in masks[0].values())
-    assert all(mask.sum(1).min() >= 1 for mask in masks[1].values())
-    assert masks[2]["a"][:, 3].sum() > 15  # the outlier's column, by gradient
-    assert float(rates(gradients, {"a": torch.tensor([0, 3])}, 1).diff()) < -1  # smaller in the outlier's column
-    with pytest.raises(ValueError, match="loosen its cap"):
-        capped(gradients, 90, column=1)

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import peft
 import pytest
-import torch
 from safetensors.torch import save_file
 from step_bench.methods import METHODS
-from step_bench.models import SHAPES, make_batches
+from step_bench.models import SHAPES
 from step_bench.settings import WARM_UP, Settings
 from step_bench.worker import Worker, make_state
 from torch import nn
@@ -93,13 +92,3 @@ def test_the_floor_goes_back_to_the_embeddings_output(start, family, monkeypatch
     assert len(reached) == (2 if family == "t5-small" else 1)
     assert all(gradient.abs().sum() > 0 for gradient in reached)
     assert all(parameter.grad is None for parameter in worker.trainee.model.parameters())
-
-
-def test_batches_are_the_same_for_all_methods_and_of_real_text_where_there_is_some(tmp_path):
-    save_file({"tokens": torch.arange(20).view(5, 4), "labels": torch.arange(5)}, tmp_path / "tokens.safetensors")
-    for tokens in ("", "mrpc"):
-        settings = Settings("id3", shape="tiny", batch=3, length=4, tokens=tokens, folder=str(tmp_path))
-        first, second = (next(make_batches(settings, 9, seed=1)) for _ in range(2))
-        assert all(torch.equal(first[name], second[name]) for name in first)
-        assert first["input_ids"].shape == (3, 4)
-    assert torch.equal(first["input_ids"][:, 0], 4 * first["labels"])
