@@ -63,14 +63,6 @@ def test_a_layout_says_where_each_entry_is_whatever_was_done_to_the_tensors(arra
     assert torch.equal(found, tensor.take(indices))
 
 
-def test_a_layout_makes_nothing_of_the_tensors_size():
-    experts = [Layout.stored(f"experts.{i}", (2**20, 2**20)) for i in range(128)]
-    layout = torch.cat([torch.stack(experts), torch.stack(experts)], dim=1)
-    last = layout.shape.numel() - 1
-    (part,) = layout.locate(torch.tensor([last]))
-    assert (part.key, part.indices.item()) == ("experts.127", 2**40 - 1)
-
-
 @pytest.mark.parametrize(
     ("make", "legacy"),
     [

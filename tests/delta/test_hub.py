@@ -295,8 +295,6 @@ delta = SparseDelta.load("user/name")
         *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS),
         ({}, []),
         ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
-        ({"strategy": []}, []),
-        ({"strategy": {"selection": 3}}, []),
         ({"strategy": {"importance": None, "selection": {"name": "given"}}}, ["given"]),
         ({"strategy": {"importance": {"name": ["a"]}, "selection": {"name": "static"}}}, ["static"]),
     ],

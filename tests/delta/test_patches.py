@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from checkpoints import MODELS, bert, bits, dinov2, files, gpt2, make_delta, mixtral, patched, save
+from checkpoints import MODELS, bert, dinov2, files, gpt2, make_delta, mixtral, patched, save
+from deltas import bits
 from requirements import fuses_at_load
 
 from sparsify.common.initializers import InitializerRecipe

@@ -136,7 +136,6 @@ def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
         ("[" * 100_000, "adapter_config.json` is no JSON"),
         ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
         ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
-        ('{"peft_type": "SHIRA", "r": "x"}', "its `adapter_config.json` gives no number of entries"),
         ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
     ],
 )
@@ -170,15 +169,12 @@ def values(change):
     ("change", "match"),
     [
         (indices(lambda tensor: tensor + 1_000), "indices go from 10.. to .*, expected 0 to"),
-        (indices(lambda tensor: -tensor - 1), "indices go from -"),
         (indices(lambda tensor: tensor[..., :-1]), "for .* values"),
         (indices(lambda tensor: tensor.reshape(1, 1, -1)), "indices have shape"),
         (indices(lambda tensor: tensor.to(torch.uint8)), "indices are torch.uint8, expected torch.int32"),
         (indices(lambda tensor: tensor.float() + 0.5), "indices are no whole numbers"),
-        (indices(lambda tensor: tensor.float() * float("inf")), "indices"),
         (indices(lambda tensor: None), "is there without"),
         (values(lambda tensor: tensor[:-1]), "values of shape .*, where the adapter's config has"),
-        (values(lambda tensor: tensor.int()), "values are torch.int32"),
         (values(lambda tensor: tensor * float("nan")), "values are not finite"),
         (values(lambda tensor: tensor + 3e38), "values are not finite"),
     ],

@@ -6,8 +6,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sparsify.common.names import named_tensors
-from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import SparseDelta
 
 _SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -66,10 +64,6 @@ def tuned(model, every=3, seed=1):
 
 def make_delta(model, **options):
     return SparseDelta.diff(model, tuned(model, **options), progress=False)
-
-
-def bits(model):
-    return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in named_tensors(model).items()}
 
 
 def files(folder):
