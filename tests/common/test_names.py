@@ -20,10 +20,7 @@ from sparsify.errors import SparsifyError
         # not whole components, not in front, or the tensor's own name
         ("module_list.weight", "module_list.weight"),
         ("encoder.module.weight", "encoder.module.weight"),
-        ("encoder.base_model.model.weight", "encoder.base_model.model.weight"),
-        ("base_model.model", "base_model.model"),
         ("module", "module"),
-        ("encoder._orig_mod", "encoder._orig_mod"),
         ("my_orig_mod.weight", "my_orig_mod.weight"),
     ],
 )

@@ -18,11 +18,6 @@ ROWS, COLS = 2, 3
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def matrices(dtype):
     """Finite matrices (ROWS, COLS): ordinary numbers, denormals and the largest ones alike."""
     width = 32 if dtype == torch.float32 else 64
@@ -57,17 +52,6 @@ d3 = st.builds(D3, st.sampled_from([*EXPONENTS, -0.5, 0.5, 1.7]), st.sampled_fro
 @given(data=st.data(), importance=d3 | st.sampled_from([SNIP(), Fisher()]))
 def test_no_entry_has_a_smaller_gradient_than_its_score_takes_at_least(dtype, data, importance):
     assert_bounded(importance, data.draw(matrices(dtype)), data.draw(matrices(dtype)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exp", EXPONENTS)
-@pytest.mark.parametrize("eps", [1, 0.3, 1e-3])
-def test_bounds_hold_where_every_entry_is_as_large_as_can_be(dtype, exp, eps):
-    generator = torch.Generator().manual_seed(0)
-    for scale in (1e-30, 1e-6, 1.0, 1e6, 1e30):
-        grad = torch.full((200, COLS), scale, dtype=dtype) * torch.rand(200, 1, generator=generator).to(dtype)
-        weight = torch.randn(200, 1, generator=generator).to(dtype).expand(200, COLS) * (exp < 0)
-        assert_bounded(D3(exp=exp, eps=eps), weight, grad)
 
 
 @settings(max_examples=200)

@@ -63,15 +63,13 @@ def resealed(data):
 
 def damaged(rng, parts, other):
     data, other = parts.data, other.data
-    begin, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
-    action = rng.randrange(7)
-    if action == 0:
-        position = rng.randrange(len(data))
-        return data[:position] + bytes([data[position] ^ 1 << rng.randrange(8)]) + data[position + 1 :]
-    return [
+    begin, end = sorted(rng.randrange(len(data)) for _ in range(2))
+    flipped = bytes([data[begin] ^ 1 << rng.randrange(8)])
+    return rng.choice([
         data[:begin], data[:begin] + data[end:], data[:begin] + bytes(end - begin) + data[end:],
-        data[:end] + data[begin:], data[:begin] + other[begin:], data + other,
-    ][action - 1]  # fmt: skip
+        data[:end] + data[begin:], data[:begin] + other[begin:], data[:begin] + flipped + data[begin + 1 :],
+        data + other,
+    ])  # fmt: skip
 
 
 def attack_stream(rng, parts, other):

@@ -8,7 +8,7 @@ from quantized_models import quantize
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sparsify import SparsifyError, desparsify, sparsify
+from sparsify import SparsifyError, sparsify
 
 TWICE = r"create_graph=True reached a sparsified model, .*double backward.* train the plain model: desparsify\(model\)"
 EXPORTED = r"cannot be exported or traced \(torch.export, torch.jit.trace, .*in place: desparsify\(model\)"
@@ -92,11 +92,3 @@ def test_export_is_refused_and_the_model_trains_on(kind, way):
         with pytest.raises(SparsifyError, match=EXPORTED):
             WAYS[way](part.eval(), x)
     assert train_a_step(model.train(), x) == expected
-
-
-@pytest.mark.parametrize("way", ["export", "trace"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_desparsified_model_is_exported(way):
-    model, x = build("linear")
-    train_a_step(model, x)
-    WAYS[way](desparsify(model), x)

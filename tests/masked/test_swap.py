@@ -61,23 +61,6 @@ def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_beh
     assert torch.equal(module(x), expected)
 
 
-def test_identity_and_aliases_stay_in_a_whole_model():
-    shared = nn.Linear(DIM, DIM)
-    model = nn.ModuleDict({"a": shared, "b": shared, "norm": nn.LayerNorm(DIM), "table": nn.Embedding(5, DIM)})
-    modules, keys = dict(model.named_modules(remove_duplicate=False)), list(model.state_dict())
-    sparsify(model, 5, steps=1)
-    assert all(model.get_submodule(name) is module for name, module in modules.items())
-    assert model["a"] is model["b"]
-    assert type(model["a"]) is MaskedLinear
-    desparsify(model)
-    assert all(model.get_submodule(name) is module for name, module in modules.items())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert list(model.state_dict()) == keys
-    assert [type(module) for module in modules.values()] == [
-        nn.ModuleDict, nn.Linear, nn.Linear, nn.LayerNorm, nn.Embedding
-    ]  # fmt: skip
-
-
 def test_a_list_of_parameters_is_swapped_in_place():
     model = nn.Sequential(nn.ParameterList([torch.randn(DIM), torch.randn(DIM)]))
     parameters = list(model.parameters())

@@ -72,12 +72,10 @@ def write_ids(state, *ids):
     [
         (lambda state: state["sparse_ids"].copy_(torch.tensor([4, 9])), "not those that were saved"),
         (lambda state: state["sparse_position"].__setitem__(2, 3), "do not agree"),
-        (lambda state: state["sparse_position"].__setitem__(2, -1), "do not agree"),
         (lambda state: state.update(sparse_base=torch.zeros(3)), "do not agree"),
         (lambda state: state.update(sparse_ids=torch.zeros(2)), "whole numbers"),
         (lambda state: state.update(sparse_position=torch.zeros(3).long()), "whole numbers"),
         (lambda state: write_ids(state, 2, 2), "the same one twice.*load another one"),
-        (lambda state: write_ids(state, -1, 2), "lie beyond this model's candidates"),
         (lambda state: write_ids(state, 2, 15), "lie beyond this model's candidates"),
         (lambda state: write_ids(state, 0, 1, 2), "more than 2 unmasked entries"),
         *((lambda state, name=name: state.pop(name), f"lacks `{name}`") for name in BUFFERS),

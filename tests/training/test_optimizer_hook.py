@@ -145,20 +145,6 @@ def test_a_phase_that_trains_the_head_alone_is_left_alone_and_seen_by_verify():
     assert summary(model, verify=True).verification.ok
 
 
-def test_a_step_within_a_step_is_one_step():
-    class Outer(torch.optim.Optimizer):
-        """SAM's usual form: it has the base optimizer's groups and calls its step."""
-
-        def step(self, closure=None):
-            torch.optim.SGD(self.param_groups, lr=0.1).step()
-
-    model, batches = built()
-    optimizer = Outer([model.sparse_values], {})
-    for batch in batches[:3]:
-        step(model, batch, optimizer)
-    assert summary(model).step == 3
-
-
 def test_a_step_that_failed_is_not_taken_for_one_around_the_next():
     model, batches = built()
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
