@@ -88,7 +88,6 @@ def test_a_task_without_data_is_an_error_that_says_where_it_could_be(main, tmp_p
     ("strategy", "expected"),
     [
         ("fish", {"updates": 400}),
-        ("magnitude-increment", {"updates": 300}),
         ("d3-repeat", {"updates": 400}),
         ("full", {"lr": 5e-5}),  # a rate of its own
     ],

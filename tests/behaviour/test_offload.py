@@ -34,7 +34,6 @@ ON_ONE_DEVICE = {
     "one device, with hooks": lambda model, folder: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
     "a device for each part": dispatched,
     "loaded by itself": lambda model, folder: loaded(model, folder, "auto"),
-    "loaded onto one device": lambda model, folder: loaded(model, folder, {"": "cpu"}),
 }
 OFFLOADED = {
     "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),

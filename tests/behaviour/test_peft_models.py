@@ -22,12 +22,9 @@ TUNERS = {
     **ADAPTERS,
     # ---- LoRA and what changes its arithmetic
     "LoRA on all linear layers": ("llama", lambda: lora(target_modules="all-linear")),
-    "rsLoRA": ("bert", lambda: lora(target_modules=ATTENTION, use_rslora=True)),
     "LoRA and all biases": ("bert", lambda: lora(target_modules=ATTENTION, bias="all")),
-    "LoRA and its layers' biases": ("bert", lambda: lora(target_modules=ATTENTION, bias="lora_only")),
     "LoRA of several ranks": ("llama", lambda: lora(target_modules=LLAMA, rank_pattern={"down_proj": 3})),
     "LoRA and a norm to save": ("llama", lambda: lora(target_modules=LLAMA, modules_to_save=["input_layernorm"])),
-    "LoRA from an orthogonal start": ("bert", lambda: lora(target_modules=ATTENTION, init_lora_weights="orthogonal")),
     "KaSA": ("bert", lambda: lora(target_modules=ATTENTION, kasa_config=peft.KasaConfig())),
     "VeLoRA": ("bert", lambda: lora(target_modules=ATTENTION, velora_config=peft.VeloraConfig(num_groups=2))),
     "MonteCLoRA": ("bert", lambda: lora(target_modules=ATTENTION, monteclora_config=peft.MontecloraConfig())),
