@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from sparsify.errors import SparsifyError
 
 ENGINE = "_sparsify_engine"  # attribute of a sparsified model
+POSITION, SETTINGS = "sparse_position", "sparse_settings"  # buffers of a sparsified model's root
+RECORD = "delta"  # of the settings: what a checkpoint's delta needs besides the entries
 _WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"))  # torch.compile; DDP and the like; PEFT
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
 _PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.)+")

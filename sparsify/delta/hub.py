@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import CONFIG_NAME, FILE_NAME, write
+from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, write
 from sparsify.errors import SparsifyError, brief
 
 _CARD_NAME = "README.md"
@@ -74,13 +74,14 @@ def cached_folder(repo_id: str, revision: str | None) -> Path | None:
 
 def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> None:
     """Writes a delta into a folder, or, where the path ends in ``.safetensors``, as that file alone."""
-    if path.suffix == ".safetensors" and not path.is_dir():
-        write(path, tensors, whole, config)
-        return
-    if path.is_file():
+    is_file = path.suffix == ".safetensors" and not path.is_dir()
+    if path.is_file() and not is_file:
         remedy = "a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
         raise SparsifyError(f"`{path}` is a file, and {remedy}")
-    write(path / FILE_NAME, tensors, whole, config, sidecar=path / CONFIG_NAME)
+    file = path if is_file else path / FILE_NAME
+    if file.exists() and not is_replaceable(file):
+        raise SparsifyError(f"`{file}` is there already and is no delta, so it is left as it is: give another path.")
+    write(file, tensors, whole, config, sidecar=None if is_file else path / CONFIG_NAME)
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from sparsify.common.raw_bits import same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
+from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.merge import merge
@@ -95,7 +96,8 @@ class SparseDelta(Summable):
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub; all of it is checked.
 
         Args:
-            path: the folder or the file; or, unless a path is called so, a repository on the hub, ``"user/name"``.
+            path: the folder or the file; a Trainer's checkpoint, as in :meth:`from_checkpoint`; or, unless a path is
+                called so, a repository on the hub, ``"user/name"``.
             revision: of the repository: branch, tag or commit.
             token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
             cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
@@ -105,8 +107,27 @@ class SparseDelta(Summable):
             SparsifyError: when there is nothing at the path, or the hub does not hand it out.
             DeltaFormatError: when the file is broken, even by one changed bit, or is no delta.
         """
+        if revision is None and is_training_checkpoint(path):
+            return cls.from_checkpoint(path)
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: StrPath | Mapping[str, Any]) -> SparseDelta:
+        """Takes the delta out of a checkpoint of a sparsified model, as of a run that was killed.
+
+        Args:
+            checkpoint: the folder that the Trainer or accelerate wrote, its file, in safetensors or by ``torch.save``
+                (read without running its code), or a state dict, also as an item of a larger dict.
+
+        Returns:
+            What :meth:`from_model` gave at that step.
+
+        Raises:
+            SparsifyError: when the checkpoint has no entries, as one of a merged or another model.
+            DeltaFormatError: when it is broken.
+        """
+        return cls(*read_training_checkpoint(checkpoint))
 
     @classmethod
     def diff(cls, base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> SparseDelta:
@@ -148,7 +169,7 @@ class SparseDelta(Summable):
                 for people to read; or a path that ends in ``.safetensors``, of the only file that is written.
 
         Raises:
-            SparsifyError: when ``config`` does not go into JSON, or the path is that of another file.
+            SparsifyError: when ``config`` does not go into JSON, or a file that is no delta is in the way.
         """
         hub.save(Path(path), self.tensors, self.whole, self.config)
 

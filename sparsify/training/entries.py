@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.common.names import POSITION
 from sparsify.core.devices import upload
 from sparsify.core.entries import BASE, IDS, VALUES, Entries, count_by_tensor
 
-POSITION = "sparse_position"
 BUFFERS = (IDS, BASE, POSITION)
 
 

@@ -23,7 +23,7 @@ from sparsify.common.shards import full_values
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
-from sparsify.delta.entries import DeltaParts, TensorDelta
+from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
@@ -274,6 +274,25 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         **record_extensions(engine.root, (*not_the_bases, *(tensor.name for tensor in engine.tensors))),
         "versions": {name: str(sys.modules[name].__version__) for name in _LIBRARIES if name in sys.modules},
         **({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}),
+    }
+
+
+def record_of(engine: Engine) -> dict[str, Any]:
+    """What :meth:`sparsify.SparseDelta.from_checkpoint` needs besides the entries, in JSON types."""
+    config = describe_run(engine, 0, 0)
+    for key in ("budget", "steps", "steps_done", "versions"):  # which change, and the record of a copy is as long
+        del config[key]
+    parameters = dict(engine.root.named_parameters())
+    there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
+    names = {dtype: name.ljust(4) for name, dtype in DTYPES.items()}
+    held = [(t, names.get(t.dtype) if id(t.parameter) in there else None) for t in engine.tensors]
+    pruned = (tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor))
+    whole = dict.fromkeys((*engine.dense_names, *engine.new_names, *pruned))
+    return {
+        "config": config,
+        "tensors": [(t.name, list(t.shape), dtype, t.scheme if dtype else None) for t, dtype in held],
+        "whole": [name for name in whole if name in parameters],
+        "buffers": dict(engine.buffer_digests),
     }
 
 

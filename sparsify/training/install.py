@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import ENGINE
+from sparsify.common.names import ENGINE, SETTINGS
 from sparsify.core import install as core
 from sparsify.masked.swap import swap
 from sparsify.training.engine import Engine
 from sparsify.training.export import DeltaSource
 from sparsify.training.optimizer_steps import watch
-from sparsify.training.plan import SETTINGS, Plan
+from sparsify.training.plan import Plan
 from sparsify.training.quantized import give_up_packed, mark_trainable, unmark_trainable
 from sparsify.training.settings import record_settings
 from sparsify.training.state import place_hooks, remove_hooks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import ENGINE
+from sparsify.common.names import ENGINE, SETTINGS
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import is_shard
 from sparsify.core.entries import VALUES
@@ -24,7 +24,6 @@ from sparsify.strategies.strategy import Strategy
 from sparsify.strategies.targets import Candidate, Targets, check_own_memory
 from sparsify.training.entries import BUFFERS
 
-SETTINGS = "sparse_settings"
 STATE = (VALUES, *BUFFERS, SETTINGS)  # what the root's state dict has in addition to the model's own
 
 

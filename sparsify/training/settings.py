@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsify.common.names import RECORD, SETTINGS
 from sparsify.common.raw_bits import digest
 from sparsify.core.entries import VALUES
 from sparsify.errors import SparsifyError
@@ -23,11 +24,11 @@ from sparsify.strategies.importance import Random
 from sparsify.strategies.strategy import Given, Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.entries import SparseValues
+from sparsify.training.export import record_of
 from sparsify.training.optimizer_steps import holds
-from sparsify.training.plan import SETTINGS
 
 EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
-_SIZE = 512  # bytes, padded with spaces: the steps may become known in one copy of a model and not in another
+_SIZE = 512  # bytes for the settings: the steps may become known in one copy of a model and not in another
 
 
 def settings_of(engine: Engine) -> dict[str, Any]:
@@ -51,10 +52,13 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 def record_settings(engine: Engine) -> Tensor:
     """Sets and returns the root's buffer (n,) uint8: the settings, some of which become known late, as JSON.
 
-    With them goes the number of entries that were unmasked when the run was last extended.
+    With them go the number of entries that were unmasked when the run was last extended, and the delta's record. The
+    length is a power of two, so that copies of a model have the same.
     """
-    text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at}, default=str)
-    packed = torch.frombuffer(bytearray(text.ljust(_SIZE).encode()), dtype=torch.uint8).to(engine.values.device)
+    record = record_of(engine)
+    text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at, RECORD: record}, default=str)
+    size = 1 << (_SIZE + len(json.dumps(record))).bit_length()
+    packed = torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8).to(engine.values.device)
     engine.root._buffers[SETTINGS] = packed
     return packed
 
@@ -134,7 +138,7 @@ def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | 
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:
     try:
-        saved = json.loads(bytes(packed.to(torch.uint8).flatten().tolist()))
+        saved = json.loads(packed.to("cpu", torch.uint8).numpy().tobytes())
     except (ValueError, RecursionError):
         saved = None
     numbers = [saved.get(name) for name in ("budget", "steps", EXTENDED)] if isinstance(saved, dict) else [False]

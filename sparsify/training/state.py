@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsify.common.names import ENGINE
+from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
-from sparsify.training.entries import BUFFERS, POSITION
+from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.optimizer_steps import note_values
-from sparsify.training.plan import SETTINGS, STATE
+from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
 

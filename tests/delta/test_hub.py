@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from deltas import make_base, task
 from hub_server import OWNER, TOKEN, Repo, client_environment, hub_server
 from huggingface_hub import ModelCard
 from hypothesis import given
@@ -17,6 +19,7 @@ from transformers import BertForSequenceClassification
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import TensorDelta
+from sparsify.delta.format import FILE_NAME
 from sparsify.delta.hub import is_repo_id, model_card, public_config, update_card
 from sparsify.strategies.strategy import PRESETS
 
@@ -366,3 +369,20 @@ def test_the_generated_part_is_renewed_and_the_rest_is_kept():
     assert "Old words" not in updated.text
     assert "| budget | 5 |" in updated.text
     assert update_card(str(updated), generated) == str(updated)
+
+
+def test_a_file_that_is_no_delta_is_not_overwritten(tmp_path):
+    delta = task(make_base(), 1)
+    weights, folder = tmp_path / "model.safetensors", tmp_path / "delta"
+    safetensors.torch.save_file({"a": torch.ones(2)}, weights)
+    folder.mkdir()
+    (folder / FILE_NAME).write_text("precious")
+    for path, file in [(weights, weights), (folder, folder / FILE_NAME)]:
+        before = file.read_bytes()
+        with pytest.raises(SparsifyError, match=f"`{file}` is there already and is no delta, so it is left as it is"):
+            delta.save(path)
+        assert file.read_bytes() == before
+    (folder / FILE_NAME).write_bytes(b"")  # of tempfile
+    for _ in range(2):
+        delta.save(folder)
+    assert SparseDelta.load(folder) == delta

@@ -11,11 +11,11 @@ from oracle import unmasked_sets
 from torch import nn
 
 from sparsify import SparseDelta, SparsifyError, extend, get_engine, sparsify, summary, trained_state
+from sparsify.common.names import SETTINGS
 from sparsify.core.importance import D3
 from sparsify.core.schedule import Schedule
 from sparsify.strategies.importance import Magnitude, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
-from sparsify.training.plan import SETTINGS
 
 BUDGET, STEPS = 40, 8
 PLAIN, BATCHES = build("mlp", seed=0)
