@@ -27,6 +27,7 @@ from sparsify.core.schedule import Schedule
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
+from sparsify.delta.ties import merge_deltas
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
@@ -40,8 +41,8 @@ __all__ = [
     "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear", "MissingUpdateError", "Prune",
     "Random", "Repeat", "Schedule", "SparseDelta", "SparsifyCallback", "SparsifyError", "StaleUpdateError", "Static",
     "Strategy", "__version__", "base_weights", "desparsify", "extend", "get_engine", "get_unmasker", "load_model",
-    "optimizer_stepped", "overlap", "print_trainable_parameters", "register_importance", "sparsify", "summary",
-    "trained_state",
+    "merge_deltas", "optimizer_stepped", "overlap", "print_trainable_parameters", "register_importance", "sparsify",
+    "summary", "trained_state",
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""Task arithmetic: sums and multiples of deltas, as expressions that are evaluated on their base.
+"""Task arithmetic: deltas put together, as expressions that are evaluated on their base.
 
-    0.5 * a + b - c   ->   DeltaSum   --on(base)-->   a delta like any other
+    0.5 * a + b - c                      ->   DeltaSum        --on(base)-->   a delta like any other
+    first.then(second)                   ->   DeltaSequence
+    merge_deltas([a, b], method="ties")  ->   DeltaMerge (ties.py)
 
 On a base, each term becomes a change, trained minus pretrained; changes are added over the union of the entries.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from copy import copy
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -17,15 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
+from sparsify.core.devices import put
 from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import Applicable, PatchPlan, check_not_drawn, find_targets, plan_entries, warn_of_casts
+from sparsify.delta.patch_plan import (
+    Applicable,
+    PatchPlan,
+    check_fits,
+    check_not_drawn,
+    find_targets,
+    new_values,
+    plan_entries,
+    take,
+    warn_of_casts,
+)
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import SparsifyError
 
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
 Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
+Parts: TypeAlias = list[tuple[float, TensorDelta]]  # coefficients and entries of one tensor
 
 
 class Summable(Applicable):
@@ -33,6 +48,19 @@ class Summable(Applicable):
 
     def _terms(self) -> Terms:
         return ((1.0, self),)
+
+    def then(self, second: Any) -> DeltaSequence:
+        """The delta of two stages of training: ``second`` was trained on the base with this delta in it.
+
+        Returns:
+            An expression, as a sum of deltas is one: ``apply`` it, or ``save(path, base=base)``.
+        """
+        ((factor, first), *others) = self._terms()
+        if others or factor != 1 or not isinstance(second, Summable) or isinstance(second, DeltaSum):
+            raise SparsifyError(
+                "a stage of training is a single SparseDelta: evaluate a sum first, `total.on(base).then(second)`."
+            )
+        return DeltaSequence(((1.0, first), (1.0, second)))
 
     def __add__(self, other: object) -> DeltaSum:
         return DeltaSum((*self._terms(), *other._terms())) if isinstance(other, Summable) else NotImplemented
@@ -50,7 +78,7 @@ class Summable(Applicable):
     def __mul__(self, factor: object) -> DeltaSum:
         if isinstance(factor, Summable):
             return NotImplemented
-        number = _finite(factor, "multiplied")
+        number = finite(factor, "multiplied")
         return DeltaSum(tuple((number * own, delta) for own, delta in self._terms()))
 
     __rmul__ = __mul__
@@ -58,7 +86,7 @@ class Summable(Applicable):
     def __truediv__(self, divisor: object) -> DeltaSum:
         if isinstance(divisor, Summable):
             return NotImplemented
-        number = _finite(divisor, "divided")
+        number = finite(divisor, "divided")
         if number == 0:
             raise SparsifyError("a delta cannot be divided by 0.")
         return self * (1 / number)
@@ -88,7 +116,9 @@ class DeltaSum(Summable):
 
     def entries_only(self) -> DeltaSum:
         """The sum without the tensors that its terms store whole; see :meth:`SparseDelta.entries_only`."""
-        return DeltaSum(tuple((factor, delta.entries_only()) for factor, delta in self.terms))
+        only = copy(self)
+        only.terms = tuple((factor, delta.entries_only()) for factor, delta in self.terms)
+        return only
 
     def on(self, base: Base, kind: str = "replace") -> Any:
         """Evaluates the expression on its base; returns a :class:`sparsify.SparseDelta`.
@@ -106,15 +136,21 @@ class DeltaSum(Summable):
         for _, delta in self.terms:
             check_not_drawn(delta.tensors, "a sum")
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
-        dense, bases = self._dense(names), find_base(names, base)
+        dense = self._dense(names)
+        names = dict.fromkeys(name for name in names if name not in dense)
+        bases = find_base(names, base)
         tensors: dict[str, TensorDelta] = {}
         dtypes = []
         for name in names:
             target = base_tensor(name, bases)
             parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
             dtypes += [(name, part.dtype, target.dtype) for _, part in parts]
-            if (combined := _combine(name, parts, target, kind)) is not None:
-                tensors[name] = combined
+            indices = torch.cat([part.indices for _, part in parts]).unique()
+            places = [torch.searchsorted(indices, part.indices) for _, part in parts]
+            old = take(target, indices)
+            total, new = self._change(name, parts, places, old, target)
+            if (kept := _kept(name, indices, old, new if kind == "replace" else total, target, kind)) is not None:
+                tensors[name] = kept
         warn_of_casts(dtypes, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, dense, self._config())
 
@@ -130,6 +166,24 @@ class DeltaSum(Summable):
 
     def _terms(self) -> Terms:
         return self.terms
+
+    def _change(
+        self, name: str, parts: Parts, places: list[Tensor], base: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The change (count,) float64 of one tensor's entries, and the new values in the dtype of ``base`` (count,).
+
+        ``parts`` are the terms' entries, at ``places`` among those of all terms.
+        """
+        total = torch.zeros_like(base, dtype=torch.float64)
+        terms = torch.cat(places).bincount()
+        for (factor, part), at in zip(parts, places, strict=True):
+            total[at] += factor * checked_change(name, part, target)
+        new = (base.double() + total).to(base.dtype)
+        for (factor, part), at in zip(parts, places, strict=True):
+            if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
+                alone = terms[at] == 1
+                new[at[alone]] = part.values[alone].to(base.dtype)
+        return total, new
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors stored whole, on which the terms agree."""
@@ -153,12 +207,58 @@ class DeltaSum(Summable):
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
 
 
+class DeltaSequence(DeltaSum):
+    """Two stages of training, the second of which began on the base with the first's delta in it.
+
+    Where both change an entry, or store a tensor whole, the second's value counts.
+
+    Example:
+        >>> from sparsify import SparseDelta
+        >>> base, tuned, preferred = nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> first = SparseDelta.diff(base, tuned, progress=False)
+        >>> both = first.then(SparseDelta.diff(tuned, preferred, progress=False))
+        >>> both.apply(base).weight.equal(preferred.weight)
+        True
+    """
+
+    def then(self, second: Any) -> DeltaSequence:
+        return DeltaSequence((*self.terms, (1.0, second)))
+
+    def _terms(self) -> Terms:
+        raise SparsifyError("stages of training are no sum: evaluate them first, `first.then(second).on(base)`.")
+
+    def _change(
+        self, name: str, parts: Parts, places: list[Tensor], base: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        new = base.clone()
+        for (_, part), at in zip(parts, places, strict=True):
+            check_fits(name, part, target.shape, target.dtype)
+            new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
+        return new.double() - base.double(), new
+
+    def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
+        dense: dict[str, Tensor] = {}
+        for _, delta in self.terms:
+            for name in dense.keys() & delta.tensors.keys():
+                write = plan_entries(name, delta.tensors[name], dense[name])
+                dense[name] = put(dense[name].clone(), delta.tensors[name].indices, write.new)
+            dense |= delta.whole
+        return dense
+
+    def _config(self) -> dict[str, Any]:
+        """The last stage's config, but for the base, and the numbers of entries."""
+        first, last = self.terms[0][1].config, self.terms[-1][1].config
+        config = {key: value for key, value in last.items() if key not in _OF_ONE_TRAINING}
+        config |= {key: value for key, value in first.items() if key.startswith("base_")}
+        return {**config, "stages": [delta.num_entries for _, delta in self.terms]}
+
+
 def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
     """A model's tensors of some names, or all of a checkpoint's, which are mapped from their files on access."""
     return find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
 
 
-def _finite(number: Any, verb: str) -> float:
+def finite(number: Any, verb: str) -> float:
     size: Any = abs(number) if isinstance(number, Real) else math.inf
     if not size <= sys.float_info.max:  # nor is NaN
         raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
@@ -170,27 +270,20 @@ def change(part: TensorDelta, base: Tensor) -> Tensor:
     return part.values.double() - base.double() if part.kind == "replace" else part.values.double()
 
 
-def _combine(name: str, parts: list[tuple[float, TensorDelta]], target: Tensor, kind: str) -> TensorDelta | None:
-    """The weighted sum of one tensor's changes, over the union of their entries that end up changed."""
-    bases = [plan_entries(name, part, target).old for _, part in parts]  # checked
-    indices, terms = torch.cat([part.indices for _, part in parts]).unique(return_counts=True)
-    base = torch.empty_like(indices, dtype=target.dtype)
-    total = torch.zeros_like(indices, dtype=torch.float64)
-    places = [torch.searchsorted(indices, part.indices) for _, part in parts]
-    for (factor, part), old, at in zip(parts, bases, places, strict=True):
-        base[at] = old
-        total[at] += factor * change(part, old)
-    new = (base.double() + total).to(target.dtype)
-    for (factor, part), at in zip(parts, places, strict=True):
-        if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
-            alone = terms[at] == 1
-            new[at[alone]] = part.values[alone].to(target.dtype)
-    values = new if kind == "replace" else total.to(torch.promote_types(target.dtype, torch.float32))
+def checked_change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
+    """The :func:`change` of entries of a tensor; raises where that is not their base."""
+    return change(part, plan_entries(name, part, target).old)
+
+
+def _kept(name: str, indices: Tensor, base: Tensor, values: Tensor, target: Tensor, kind: str) -> TensorDelta | None:
+    """The delta of those of a tensor's entries (count,) that end up changed, by new values or by differences."""
+    if kind == "add":
+        values = values.to(torch.promote_types(target.dtype, torch.float32))
     kept = as_bits(values) != as_bits(base) if kind == "replace" else values != 0
     if not bool(kept.any()):
         return None
     try:
-        sha, shape = digest(base[kept]), parts[0][1].shape
+        sha, shape = digest(base[kept]), tuple(target.shape)
         quantization = target.scheme if isinstance(target, QuantizedDelta) else None
         return TensorDelta(indices[kept], values[kept], shape, target.dtype, kind, sha, quantization=quantization)
     except SparsifyError as error:

@@ -156,7 +156,9 @@ def new_values(
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
                 f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
-                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...].)"
+                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...]. A "
+                "second stage of training has the first's result as its base: both are `first.then(second)`, or "
+                "SparseDelta.diff(base, model).)"
             )
         # the same words for every tensor, so that Python shows them once
         warnings.warn(
@@ -232,9 +234,24 @@ def warn_of_casts(
         )
 
 
+def holds(model: nn.Module, plan: PatchPlan) -> bool:
+    """Whether a model has the values that a plan replaces, so that it can be carried out."""
+    targets = _targets(plan, model)
+    return all(patch.fits(targets[patch.name]) for patch in plan)
+
+
+def _targets(plan: PatchPlan, model: nn.Module) -> dict[str, Tensor]:
+    return find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
+
+
+def inverted(plan: PatchPlan) -> PatchPlan:
+    """The plan that undoes a plan."""
+    return [patch.inverse() for patch in plan]
+
+
 def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY) -> None:
     """Carries out all writes of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
-    targets = find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
+    targets = _targets(plan, model)
     done: PatchPlan = []
     try:
         for patch in plan:  # each is checked right before it is written, while its entries are in the cache
@@ -251,7 +268,7 @@ def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     """Puts back what a plan replaced, if the model still holds what it wrote."""
-    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
+    write_plan(inverted(plan), model, "the delta's values", remedy)
 
 
 @contextmanager
@@ -314,7 +331,8 @@ class Applicable(ABC):
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
-        if model in self._applied:
+        # else the base's weights were loaded again since
+        if model in self._applied and not holds(model, self._applied[model]):
             raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")
         plan = self.plan(model)
         with uninterrupted():

@@ -5,28 +5,28 @@ Each delta is checked against the base once, when it is attached; a change then 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
+from typing import Any
 
 from torch import nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import near_names
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.patch_plan import PatchPlan, undone, write_plan
+from sparsify.delta.patch_plan import PatchPlan, holds, inverted, undone, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
 
 class DeltaSwitch:
-    """Named deltas on one model, at most one of them active.
+    """Named deltas on one model, one of them or the sum of several active.
 
     The model must not be used during a change: a server takes turns (``examples/serve_many_tasks.py``).
 
     Attributes:
         model: the base that all deltas were trained on, with the active delta in it.
-        active: the name of the active delta; ``None`` while the model is the base itself.
 
     Example:
         >>> base, tuned = nn.Linear(2, 1), nn.Linear(2, 1)
@@ -43,8 +43,15 @@ class DeltaSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.active: str | None = None
+        self._deltas: dict[str, SparseDelta] = {}
         self._plans: dict[str, PatchPlan] = {}
+        self._names: tuple[str, ...] = ()  # of what is active
+        self._written: PatchPlan = []
+
+    @property
+    def active(self) -> str | tuple[str, ...] | None:
+        """The name of the active delta, or those of several; ``None`` while the model is the base itself."""
+        return self._names if len(self._names) > 1 else next(iter(self._names), None)
 
     def attach(self, name: str, delta: SparseDelta | DeltaSum | str | PathLike[str]) -> None:
         """Checks a delta against the base and plans its writes; the active delta stays active.
@@ -65,35 +72,35 @@ class DeltaSwitch:
             expected = "expected a SparseDelta, a sum of them, or the path or hub id of one."
             raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {expected}")
         with self.deactivated():
-            self._plans[name] = delta.plan(self.model)
+            evaluated = delta.on(self.model) if isinstance(delta, DeltaSum) else delta
+            self._plans[name], self._deltas[name] = evaluated.plan(self.model), evaluated
 
     def detach(self, name: str) -> None:
         """Forgets a delta; the active one is deactivated first."""
-        self._check_name(name)
-        if name == self.active:
+        self._checked(name)
+        if name in self._names:
             self.deactivate()
-        del self._plans[name]
+        del self._plans[name], self._deltas[name]
 
-    def activate(self, name: str) -> None:
-        """Applies a delta in place of the active one.
+    def activate(self, name: str | Sequence[str]) -> None:
+        """Applies a delta, or the sum of several (``["a", "b"]``), in place of what is active.
+
+        Where the base's weights were loaded again since, what was active is in the model again, too.
 
         Raises:
             SparsifyError: when no delta has that name, or something else has changed the model at the entries.
         """
-        self._check_name(name)
-        self._switch(name)
+        self._switch(self._checked(name))
 
     def deactivate(self) -> None:
         """Reverts the active delta, if there is one: the model is the base again, bit for bit."""
-        self._switch(None)
+        self._switch(())
 
     @contextmanager
-    def activated(self, name: str | None) -> Iterator[nn.Module]:
+    def activated(self, name: str | Sequence[str] | None) -> Iterator[nn.Module]:
         """Activates a delta, or none, for the length of a ``with`` block; then the one that was active before."""
-        before = self.active
-        if name is not None:
-            self._check_name(name)
-        self._switch(name)
+        before = self._names
+        self._switch(() if name is None else self._checked(name))
         try:
             yield self.model
         finally:
@@ -104,23 +111,32 @@ class DeltaSwitch:
         return self.activated(None)
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._deltas)
 
     def __iter__(self) -> Iterator[str]:
         """The names of the attached deltas."""
-        return iter(self._plans)
+        return iter(self._deltas)
 
     def __repr__(self) -> str:
-        return f"DeltaSwitch({', '.join(f'*{name}' if name == self.active else name for name in self._plans)})"
+        return f"DeltaSwitch({', '.join(f'*{name}' if name in self._names else name for name in self)})"
 
-    def _switch(self, name: str | None) -> None:
-        if name != self.active:
-            before, after = ([] if key is None else self._plans[key] for key in (self.active, name))
-            with uninterrupted(), undone(before, self.model):
-                write_plan(after, self.model)
-                self.active = name
+    def _switch(self, names: tuple[str, ...]) -> None:
+        if names == self._names and holds(self.model, inverted(self._written)):
+            return
+        # nothing is undone where the base's weights were loaded again since
+        before = [] if holds(self.model, self._written) else self._written
+        with uninterrupted(), undone(before, self.model):
+            plan = self._plans[names[0]] if len(names) == 1 else []
+            if len(names) > 1:
+                plan = DeltaSum(tuple((1.0, self._deltas[name]) for name in names)).plan(self.model)
+            write_plan(plan, self.model)
+            self._names, self._written = names, plan
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._plans:
-            near = near_names(str(name), map(str, self._plans))
-            raise SparsifyError(f"no delta called {name!r} is attached{near}: `attach({name!r}, delta)` it first.")
+    def _checked(self, given: str | Sequence[str]) -> tuple[str, ...]:
+        """The different names that were given; raises where no delta has one of them."""
+        names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or [None]))
+        for name in names:
+            if name not in self._deltas:
+                near = near_names(str(name), map(str, self._deltas))
+                raise SparsifyError(f"no delta called {name!r} is attached{near}: `attach({name!r}, delta)` it first.")
+        return names

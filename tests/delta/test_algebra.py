@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -149,3 +150,46 @@ def test_what_the_terms_have_in_common_is_recorded():
 def test_a_base_in_another_dtype_is_computed_on_with_a_warning():
     with pytest.warns(UserWarning, match="torch.bfloat16 where the delta was trained on torch.float32 .*be checked"):
         (task(make_base(), 1) + task(make_base(), 2)).on(make_base(seed=7).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["replace", "add"])
+def test_a_second_stage_on_top_of_the_first_is_one_delta_of_the_base(dtype, kind, tmp_path):
+    base = make_base(dtype)
+    stages = [base]
+    for seed in range(3):  # each trains other entries, and some of the same
+        stages.append(fine_tuned(stages[-1], seed))
+    deltas = [SparseDelta.diff(old, new, progress=False) for old, new in pairwise(stages)]
+    deltas[0].config, deltas[2].config = (
+        {"base_model_name_or_path": "bert", "budget": 9},
+        {"budget": 8, "architecture": "A"},
+    )
+    together, before = deltas[0].then(deltas[1]).then(deltas[2]), bits(base)
+    together.save(tmp_path, base=base, kind=kind)
+    loaded = SparseDelta.load(tmp_path)
+    with loaded.applied(base):
+        close(base, dict(stages[3].named_parameters()), 0 if kind == "replace" else TOLERANCE[dtype])
+    assert bits(base) == before
+    assert loaded.config == {
+        "base_model_name_or_path": "bert", "architecture": "A", "stages": [delta.num_entries for delta in deltas]
+    }  # fmt: skip
+    with pytest.raises(BaseMismatchError, match=r"the first's result as its base: both are `first.then\(second\)`"):
+        (deltas[0] + deltas[1]).apply(base)
+    with pytest.raises(BaseMismatchError, match="does not hold the values"):
+        deltas[1].then(deltas[0]).apply(base)
+
+
+def test_a_head_goes_on_through_the_stages():
+    base = make_base()
+    head = torch.ones(3, 5)
+    first = SparseDelta(task(base[:1], 1).tensors, {"2.weight": head, "2.bias": head[:, 0]})
+    tuned = first.apply(copy.deepcopy(base))
+    final = fine_tuned(tuned, 2)
+    second = SparseDelta.diff(tuned, final, progress=False)
+    second.whole["2.bias"] = second.tensors.pop("2.bias") and final[2].bias.detach()
+    assert bits(first.then(second).apply(base)) == bits(final)
+    for wrong in (lambda: (first + first).then(second), lambda: first.then(second + second), lambda: first.then("x")):
+        with pytest.raises(SparsifyError, match=r"evaluate a sum first, `total.on\(base\).then\(second\)`"):
+            wrong()
+    with pytest.raises(SparsifyError, match="stages of training are no sum"):
+        2 * first.then(second)

@@ -1,5 +1,7 @@
 """Several named deltas on one model: the active one alone is applied, and the base comes back bit for bit."""
 
+import copy
+
 import pytest
 import torch
 from deltas import bits, make_base, task
@@ -109,3 +111,44 @@ def test_what_is_no_delta_is_not_attached_and_what_is_active_stays(base, deltas,
         switch.attach("new", base)
     assert bits(base) == before
     assert list(switch) == ["head", "1", "2", "3"]
+
+
+def test_several_are_active_at_once_as_their_sum(base, deltas, switch):
+    before = bits(base)
+    with (deltas["1"] + deltas["head"] + deltas["3"]).entries_only().applied(base):
+        expected = bits(base)
+    switch.attach("12", deltas["1"].then(SparseDelta({}, {"2.bias": torch.ones(3, dtype=base[2].bias.dtype)})))
+    switch.activate("2")
+    switch.detach("head")
+    switch.activate(["1", "3", "1"])
+    assert switch.active == ("1", "3")
+    assert repr(switch) == "DeltaSwitch(*1, 2, *3, 12)"
+    assert bits(base) == expected
+    switch.activate("12")
+    switch.detach("1")
+    assert switch.active == "12"
+    with pytest.raises(SparsifyError, match="no delta called None is attached"):
+        switch.activate([])
+    switch.deactivate()
+    assert bits(base) == before
+
+
+def test_weights_that_were_loaded_again_get_the_active_delta_again(base, deltas, switch):
+    state, before = copy.deepcopy(base.state_dict()), bits(base)
+    with deltas["1"].applied(base):
+        expected = bits(base)
+    for then in ("1", "2", None):
+        switch.activate("1")
+        base.load_state_dict(state)
+        switch.activate(then) if then else switch.deactivate()
+        assert bits(base) == before if then is None else switch.active == then
+        assert then != "1" or bits(base) == expected
+    switch.activate("1")
+    with torch.no_grad():
+        base[0].weight.add_(1)  # neither the base nor the delta
+    with pytest.raises(SparsifyError, match="no longer holds the delta's values"):
+        switch.activate("1")
+    base.load_state_dict(state)
+    for _ in range(2):
+        assert bits(deltas["1"].apply(base)) == expected
+        base.load_state_dict(state)
