@@ -20,6 +20,7 @@ from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.insert import insert_adapters
 from sparsify.common.names import named_tensors, plain_model
 from sparsify.delta.metadata import ADAPTERS_KEY, PEFT_KEY
+from sparsify.delta.patch_plan import check_has_values
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
@@ -73,9 +74,14 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
 
     All of their tensors have to be in the delta, whose ``shapes`` are by plain name.
     """
-    if isinstance(configs := config.get(PEFT_KEY), dict) and configs:
+    configs, settings = (config.get(key) for key in (PEFT_KEY, ADAPTERS_KEY))
+    if not configs and not isinstance(settings, dict):
+        return model
+    for name, tensor in named_tensors(model).items():
+        check_has_values(name, tensor)
+    if isinstance(configs, dict) and configs:
         model = _add_peft_adapters(model, configs)
-    if isinstance(settings := config.get(ADAPTERS_KEY), dict):
+    if isinstance(settings, dict):
         given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
             insert_adapters(model, AdapterConfig(**given))

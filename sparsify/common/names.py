@@ -17,6 +17,7 @@ RECORD = "delta"  # of the settings: what a checkpoint's delta needs besides the
 _WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"))  # torch.compile; DDP and the like; PEFT
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
 _PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.)+")
+_PEFT_LAYERS = ("base_layer", "token_adapter")  # attributes of PEFT's layers that hold, or lead to, the base's
 MAX_NAME_CHARACTERS = 1000
 # control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
 _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -60,6 +61,13 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
                 "wrappers, so a delta cannot tell them apart: rename the submodule that is called like a wrapper's."
             )
     return {name: tensor for name, (_, tensor) in found.items()}
+
+
+def base_names(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model that PEFT has wrapped, or put layers into, by the names that they have without PEFT."""
+    wrapper: Any = next((module for module in model.modules() if hasattr(module, "get_base_model")), None)
+    inner = named_tensors(model if wrapper is None else wrapper.get_base_model())
+    return {".".join(part for part in name.split(".") if part not in _PEFT_LAYERS): inner[name] for name in inner}
 
 
 def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:

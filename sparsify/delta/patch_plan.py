@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import check_names, check_plain, named_tensors, near_names
+from sparsify.common.names import base_names, check_names, check_plain, named_tensors, near_names
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
@@ -77,7 +77,15 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     check_plain(model)
     available = named_tensors(model)
     names, dense = list(names), set(dense)
+    if any(name not in available for name in names):
+        available = base_names(model) | available
     if missing := [name for name in names if name not in available]:
+        owner, _, attribute = missing[0].rpartition(".")
+        if f"{owner}.original_module.{attribute}" in available:
+            raise SparsifyError(
+                f"`{owner}` is in PEFT's modules_to_save, whose copy of it would go on without the delta: apply the "
+                "delta to the base first, and wrap it by PEFT then."
+            )
         raise BaseMismatchError(
             f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
             f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
@@ -156,8 +164,8 @@ def new_values(
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
                 f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
-                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...]. A "
-                "second stage of training has the first's result as its base: both are `first.then(second)`, or "
+                "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save=[...]. "
+                "A second stage of training has the first's result as its base: both are `first.then(second)`, or "
                 "SparseDelta.diff(base, model).)"
             )
         # the same words for every tensor, so that Python shows them once
@@ -200,7 +208,11 @@ def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
 
 def check_has_values(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
-        raise SparsifyError(f"tensor `{name}` is on the meta device and has no values: load the model's weights first.")
+        raise SparsifyError(
+            f"tensor `{name}` is on the meta device and has no values: it was offloaded (device_map, cpu_offload(), "
+            "disk_offload()) or never loaded. Load the whole model into memory, or merge the delta into the files, "
+            "`delta.merge(base, out)`, and load and offload these."
+        )
 
 
 def check_fits(

@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of, run_steps
 from oracle import unmasked_sets
 
-from sparsify import SparsifyError, desparsify, sparsify
+from sparsify import SparseDelta, SparsifyError, desparsify, load_model, sparsify
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -82,3 +82,19 @@ def test_a_model_that_is_offloaded_after_it_was_sparsified_is_refused_until_it_i
     loss_of(model, batches[0]).backward()
     assert model.sparse_values.grad.count_nonzero() > 0
     desparsify(model)
+
+
+def test_a_delta_goes_onto_a_model_whose_other_parts_are_offloaded_alone(tmp_path):
+    plain, batches = build("bert")
+    plain.save_pretrained(tmp_path / "base")
+    train(model := copy.deepcopy(plain), batches, target_modules=[r"query"])
+    delta = SparseDelta.from_model(model)
+    there = dispatched(copy.deepcopy(plain), tmp_path, "bert.embeddings", "bert.pooler")
+    assert torch.equal(loss_of(delta.apply(there), batches[0]), loss_of(delta.apply(copy.deepcopy(plain)), batches[0]))
+    devices = {name: "cpu" for name, _ in plain.named_children()} | {"bert": "disk"}
+    for way in (
+        lambda: delta.apply(dispatched(copy.deepcopy(plain), tmp_path, "bert.encoder")),
+        lambda: load_model(tmp_path / "base", delta, device_map=devices, offload_folder=tmp_path / "offloaded"),
+    ):
+        with pytest.raises(SparsifyError, match=r"`bert\.encoder.* it was offloaded .* `delta.merge\(base, out\)`"):
+            way()

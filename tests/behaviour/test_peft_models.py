@@ -1,5 +1,7 @@
 """PEFT's tuners, sparsified: trained as the dense oracle trains them, to the last entry, or refused by name."""
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -7,7 +9,7 @@ from architectures import build
 from peft import get_peft_model
 from peft_twins import ADAPTERS, ATTENTION, LLAMA, RANK, AdapterTwins, lora, on
 
-from sparsify import SparsifyError, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, sparsify, summary
 
 STEPS = 4
 
@@ -137,3 +139,39 @@ def test_a_tuner_that_cannot_be_masked_is_refused_by_name_before_anything_change
         sparsify(model, 3, steps=1)
     assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
     assert [parameter.requires_grad for parameter in model.parameters()] == required
+
+
+WRAPPINGS = {
+    "LoRA": lambda m: get_peft_model(m, lora(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")),
+    "two of them": lambda m: WRAPPINGS["LoRA"](get_peft_model(m, lora(target_modules=["v_proj"]), "other")),
+    "trainable tokens": lambda m: get_peft_model(m, lora(trainable_token_indices={"embed_tokens": [1]})),
+    "a mixed model": lambda m: get_peft_model(m, lora(target_modules=LLAMA), mixed=True),
+    "transformers' own": lambda m: m.add_adapter(lora(target_modules=LLAMA)) or m,
+    "a prompt": lambda m: get_peft_model(m, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+    "compiled": lambda m: torch.compile(WRAPPINGS["LoRA"](m)),
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_delta_of_the_base_goes_under_an_adapter(wrapping):
+    base, _ = build("llama")
+    base.requires_grad_(False)
+    tuned = copy.deepcopy(base)
+    for parameter in tuned.parameters():
+        parameter.flatten()[::7] += 0.5
+    delta = SparseDelta.diff(base, tuned, progress=False)
+    expected, before = (dict(model.named_parameters()) for model in (tuned, copy.deepcopy(base)))
+    model = WRAPPINGS[wrapping](base)
+    for put, values in ((delta.apply, expected), (delta.revert, before)):
+        put(model)
+        found = [p for name, p in model.named_parameters() if not any(n in name for n in ("lora_", "prompt", "_tokens_"))]
+        assert all(map(torch.equal, found, values.values()))
+        assert len(found) == len(values)
+
+
+def test_a_delta_does_not_go_under_a_module_that_peft_has_copied():
+    base, _ = build("llama")
+    delta = SparseDelta({}, {"lm_head.weight": base.lm_head.weight})
+    model = get_peft_model(base, lora(target_modules=LLAMA, modules_to_save=["lm_head"]))
+    with pytest.raises(SparsifyError, match="`lm_head` is in PEFT's modules_to_save, .* apply the delta to the base first"):
+        delta.apply(model)
