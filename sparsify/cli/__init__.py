@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from typing import Any
 
 from sparsify import __version__
@@ -32,14 +34,30 @@ def make_app() -> Any:
     ) -> None:
         """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
 
-    for command in (demo, commands.info, commands.verify, commands.merge, commands.diff, commands.add, commands.push):
+    verbs = (commands.info, commands.verify, commands.merge, commands.diff, commands.add, commands.push)
+    for command in (demo, *verbs, commands.from_checkpoint):
         app.command()(command)
     return app
 
 
 def main() -> None:
-    """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback."""
+    """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback.
+
+    A warning is a line, shown once, and the logs of other libraries are left out.
+    """
+    shown = set[str]()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        if str(message) not in shown:
+            print(f"sparsify: {message}", file=sys.stderr)
+        shown.add(str(message))
+
+    logging.disable(logging.WARNING)
     try:
-        make_app()()
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            make_app()()
     except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
         sys.exit(f"sparsify: {error}")
+    finally:
+        logging.disable(logging.NOTSET)

@@ -19,15 +19,17 @@ from torch import Tensor
 
 from sparsify.analysis import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.format import payload_hash
-from sparsify.delta.hub import find_file
+from sparsify.delta.checkpoint.trained_state import is_training_checkpoint
+from sparsify.delta.entries import StrPath
+from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
+from sparsify.delta.hub import find_file, is_repo_id
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import SparsifyError
 
 _SHOWN_OF_CONFIG = (
-    "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "peft", "adapters",
-    "versions",
+    "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "stages", "peft",
+    "adapters", "versions",
 )  # fmt: skip
 Delta = Annotated[str, typer.Argument(help="A delta: its folder, file, or user/repo on the hub.", metavar="DELTA")]
 Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
@@ -39,10 +41,11 @@ def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For pr
 
     Example: sparsify info my-delta
     """
-    file = find_file(delta)
-    loaded, size = SparseDelta.load(file), file.stat().st_size
+    loaded = SparseDelta.load(delta)
+    file = None if is_training_checkpoint(delta) else find_file(delta)
+    size = file.stat().st_size if file else len(to_bytes(loaded.tensors, loaded.whole, loaded.config)[0])
     if json:
-        payload = {"bytes": size, "payload_sha256": payload_hash(file)}
+        payload = {"bytes": size, "payload_sha256": file and payload_hash(file)}
         print(json_module.dumps(_description(loaded) | payload, indent=2))
         return
     console = Console(highlight=False)
@@ -57,9 +60,11 @@ def verify(delta: Delta, base: Base) -> None:
 
     Example: sparsify verify my-delta --base path/to/base
     """
-    file = find_file(delta)
-    print(SparseDelta.load(file).check(base))
-    print(f"payload: {_payload_text(file)}")
+    report = SparseDelta.load(delta).check(base)
+    print(report)
+    print(f"payload: {_payload_text(None if is_training_checkpoint(delta) else find_file(delta))}")
+    if not report.verified:
+        raise SparsifyError("not verified: the values of the base were not all compared with those of the training.")
 
 
 def merge(delta: Delta, base: Base, out: Out) -> None:
@@ -75,13 +80,16 @@ def diff(
     base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
     tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
     out: Out,
-    budget: Annotated[int | None, typer.Option(help="Keep only this many entries, the most changed.")] = None,
+    budget: Annotated[
+        str, typer.Option(help="Keep only this many entries, the most changed, or this share of all, such as 0.001.")
+    ] = "",
 ) -> None:
     """Take a delta from two checkpoints: the entries in which the tuned one differs from the base.
 
     Example: sparsify diff base tuned --budget 100000 --out my-delta
     """
-    delta = SparseDelta.diff(base, tuned, budget)
+    check_out(out, base, tuned)
+    delta = SparseDelta.diff(base, tuned, _budget(budget))
     delta.save(out)
     kept, changed, share = (delta.config["diff"][key] for key in ("kept", "changed", "squared_share"))
     print(f"{kept:,} of {changed:,} changed entries kept, {share:.1%} of the squared change; wrote {out}")
@@ -101,6 +109,7 @@ def add(
 
     Example: sparsify add mrpc cola --weights 1,0.5 --base base --out both
     """
+    check_out(out, base, *deltas)
     loaded = [SparseDelta.load(delta) for delta in deltas]
     if entries_only:
         loaded = [delta.entries_only() for delta in loaded]
@@ -118,15 +127,50 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The base's id on the hub, to be named in the card.")] = None,
 ) -> None:
     """Publish a delta on the Hugging Face hub, with a model card.
 
     Example: sparsify push my-delta me/my-delta --private
     """
-    commit = SparseDelta.load(delta).push_to_hub(
+    loaded = SparseDelta.load(delta)
+    if base_model is not None:
+        if not is_repo_id(base_model):
+            raise SparsifyError(f"--base-model {base_model!r}; expected the id of a repository, such as 'user/name'.")
+        loaded.config |= {"base_model_name_or_path": base_model, "base_model_revision": None}
+    commit = loaded.push_to_hub(
         repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
     )
     print(commit.pr_url or commit.commit_url)
+
+
+def from_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder of the Trainer, or a file of weights.")],
+    out: Out,
+) -> None:
+    """Take the delta out of a checkpoint of a run that was killed, or that still goes on.
+
+    Example: sparsify from-checkpoint out/checkpoint-500 --out my-delta
+    """
+    check_out(out, checkpoint)
+    delta = SparseDelta.from_checkpoint(checkpoint)
+    delta.save(out)
+    print(f"{delta.num_entries:,} entries after {delta.config['steps_done']:,} steps; wrote {out}")
+
+
+def check_out(out: Path, *inputs: StrPath) -> None:
+    """Raises where a command would write into what it reads."""
+    to = {out.resolve(), (out if out.suffix == ".safetensors" else out / FILE_NAME).resolve()}
+    for given in map(Path, inputs):
+        if to & {given.resolve(), (given / FILE_NAME).resolve()}:
+            raise SparsifyError(f"--out {out} is also an input, which is left as it is: give another path to write to.")
+
+
+def _budget(text: str) -> int | float | None:
+    """A number of entries, or a share."""
+    with suppress(ValueError):
+        return None if not text else int(text) if text.isdecimal() else float(text)
+    raise SparsifyError(f"--budget {text!r}; expected a number of entries, such as 100000, or a share, such as 0.001.")
 
 
 def parse_weights(text: str, count: int) -> list[float]:
@@ -143,8 +187,10 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
-def _payload_text(file: Path) -> str:
+def _payload_text(file: Path | None) -> str:
     """Whether the values and indices of a file that was loaded are those that were written."""
+    if file is None:
+        return "of a checkpoint in training, which has no hash of it; from-checkpoint makes a delta's file of it"
     if (sha256 := payload_hash(file)) is None:
         return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
     return f"as it was written (SHA-256 {sha256})"

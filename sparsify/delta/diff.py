@@ -17,14 +17,19 @@ from sparsify.delta.patch_plan import check_has_values, own_copy, take
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
-def diff(base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> DeltaParts:
+def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress: bool = True) -> DeltaParts:
     """Tensors, dense tensors and config of the delta between two models; see :meth:`sparsify.SparseDelta.diff`."""
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-        raise SparsifyError(f"budget={budget!r}; expected a number of entries, at least 1, or None for all of them.")
+    is_share = isinstance(budget, float) and 0 < budget < 1
+    if budget is not None and not is_share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        expected = "a number of entries, at least 1, a share of all as a float in (0, 1), or None for all of them"
+        raise SparsifyError(f"budget={budget!r}; expected {expected}.")
     old, new = open_base(base), open_base(tuned)
     ties = {} if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
     _check_comparable(names, old, ties.values())
+    if is_share:
+        sizes = [new[name].numel() for name in names if _is_comparable(name, old, new[name])]
+        budget = max(1, int(budget * sum(sizes)))
     dense: dict[str, Tensor] = {}
     found: dict[str, tuple[Tensor, Tensor]] = {}  # changed positions by tensor and, with a budget, by how much
     changed, squared = 0, 0.0

@@ -104,7 +104,7 @@ def push(
     if config.get("base_model_name_or_path") and not public["base_model_name_or_path"]:
         warnings.warn(
             "the base is recorded as a path of this machine, which is left out of what is published: to name it, set "
-            "`delta.config['base_model_name_or_path']` to its id on the hub and push again.",
+            "`delta.config['base_model_name_or_path']` to its id on the hub (`push --base-model`), and push again.",
             stacklevel=3,
         )
     api = HfApi(token=token, library_name="sparsify")

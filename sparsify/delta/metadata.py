@@ -65,7 +65,9 @@ def parse(header: Any) -> dict[str, Any]:
     holder = header.get("__metadata__") if isinstance(header, dict) else None
     text = holder.get(METADATA_KEY) if isinstance(holder, dict) else None
     if not isinstance(text, str):
-        raise DeltaFormatError(f"its header has no metadata `{METADATA_KEY}`: it is another kind of safetensors file")
+        raise DeltaFormatError(
+            f"its header has no metadata `{METADATA_KEY}`: it is another kind of safetensors file, such as a model's"
+        )
     document = parse_json(text)
     version = document.get("format_version") if isinstance(document, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:

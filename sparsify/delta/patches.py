@@ -31,9 +31,16 @@ class CheckReport:
     unchecked: tuple[str, ...] = ()  # names of tensors whose values could not be checked: another dtype, not quantized
     missing: tuple[str, ...] = ()  # names of tensors stored whole that a checkpoint lacks; a merge adds them
 
+    @property
+    def verified(self) -> bool:
+        """Whether the base's values were compared with those of the training, at all entries, and there are some."""
+        return self.entries > 0 and not self.unchecked
+
     def __str__(self) -> str:
         what = f"{counted(self.entries, 'entry', 'entries')} in {counted(self.tensors, 'tensor')}"
         verdict = "the base holds the values that the delta was trained on"
+        if not self.entries:
+            verdict = "names and shapes fit, and nothing else ties the delta to this base"
         if self.unchecked:
             number = counted(len(self.unchecked), "tensor")
             verdict = (

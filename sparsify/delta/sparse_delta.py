@@ -130,7 +130,7 @@ class SparseDelta(Summable):
         return cls(*read_training_checkpoint(checkpoint))
 
     @classmethod
-    def diff(cls, base: Base, tuned: Base, budget: int | None = None, *, progress: bool = True) -> SparseDelta:
+    def diff(cls, base: Base, tuned: Base, budget: int | float | None = None, *, progress: bool = True) -> SparseDelta:
         """Compares a fine-tuned model with its base and takes the entries that differ.
 
         ``config["diff"]`` says how many entries changed, how many are kept, and their share of the squared change.
@@ -138,7 +138,8 @@ class SparseDelta(Summable):
         Args:
             base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
             tuned: the fine-tuned model, likewise. Tensors that only it has are stored whole; others are left out.
-            budget: keep the entries with the largest absolute change only, in the whole model; all by default.
+            budget: keep the entries with the largest absolute change only, so many in the whole model, or a share, a
+                float, of all that are compared; all by default.
             progress: show a progress bar.
 
         Raises:

@@ -14,7 +14,11 @@ All hooks are plain functions, so that a model with them pickles and deep-copies
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -127,6 +131,20 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
     record_settings(engine)
+    if STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()):
+        _notice_of_merged()
+
+
+def _notice_of_merged() -> None:
+    """Says what transformers' ``save_pretrained`` writes, where that has asked for the state dict."""
+    for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe(1)), 10), start=1):
+        if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].startswith("transformers."):
+            warnings.warn(
+                "save_pretrained() writes the merged model, base and trained entries in one, and no delta: "
+                "SparseDelta.from_model(model).save(folder) writes that, a small file.",
+                stacklevel=level + 2,
+            )
+            return
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -4,12 +4,14 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from checkpoints import bert
 from deltas import fine_tuned, make_base, task
 from hub_server import OWNER, client_environment, hub_server
 
@@ -17,6 +19,7 @@ import sparsify
 from sparsify import SparseDelta
 from sparsify.cli.commands import parse_weights
 from sparsify.common.initializers import InitializerRecipe
+from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"
@@ -149,6 +152,10 @@ def test_diff_takes_a_delta_from_two_checkpoints(run, tmp_path, base):
     (tmp_path / "file").write_text("precious")
     text = run(*arguments, tmp_path / "file", fails=True)
     assert text.startswith("sparsify: ")
+    assert run(*arguments, tmp_path / "share", "--budget", 0.1).startswith("7 of ")  # of 73 entries
+    text = run(*arguments, tmp_path / "share", "--budget", "many", fails=True)
+    assert "--budget 'many'; expected a number of entries, such as 100000, or a share" in text
+    text = run(*arguments, tmp_path / "file", fails=True)
     assert "is a file, and a delta is saved into a folder" in text
     assert run(*arguments, tmp_path / "file" / "x", fails=True).startswith("sparsify: [Errno 20] Not a dir")
     assert (tmp_path / "file").read_text() == "precious"
@@ -190,6 +197,11 @@ def test_push_publishes_and_info_reads_from_the_hub(tmp_path, saved):
         assert f"{saved.num_entries} in" in script("info", repo, cwd=tmp_path, env=environment).stdout
         assert hub.repos[repo].private
         assert hub.repos[repo].messages[-1] == "First"
+        named = script("push", "delta", repo, "--base-model", "me/base", cwd=tmp_path, env=environment)
+        assert SparseDelta.load(tmp_path / "delta").config["base_model_name_or_path"] == "user/base"
+        assert "me/base" in script("info", repo, cwd=tmp_path, env=environment).stdout, named.stderr
+        failed = script("push", "delta", repo, "--base-model", "./base", cwd=tmp_path, env=environment)
+        assert "--base-model './base'; expected the id of a repository" in failed.stderr
 
 
 def test_a_failing_push_is_one_line_and_makes_no_request(tmp_path):
@@ -202,7 +214,75 @@ def test_a_failing_push_is_one_line_and_makes_no_request(tmp_path):
         assert hub.requests == []
 
 
-@pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "push"])
+def test_no_input_is_overwritten(run, tmp_path, base, plain):
+    task(base, 2).save(tmp_path / "other")
+    safetensors.torch.save_file(fine_tuned(base, 1).state_dict(), tmp_path / "tuned.safetensors")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    diff, add = ["diff", tmp_path / "base", tmp_path / "tuned.safetensors"], ["add", plain, tmp_path / "other"]
+    add += ["--base", tmp_path / "base"]
+    weights = tmp_path / "base" / "model.safetensors"
+    for arguments, out in [
+        (diff, weights), (diff, tmp_path / "base"), (diff, tmp_path / "tuned.safetensors"), (add, weights),
+        (add, tmp_path / "delta"), (add, plain), (add, tmp_path / "other" / plain.name),
+        (["from-checkpoint", weights], weights),
+    ]:  # fmt: skip
+        text = run(*arguments, "--out", out, fails=True)
+        assert "is also an input, which is left as it is" in text or "is no delta, so it is left as it is" in text
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_verify_that_compared_nothing_is_no_success(run, tmp_path, base, plain):
+    safetensors.torch.save_file(base.half().state_dict(), tmp_path / "half.safetensors")
+    text = run("verify", plain, "--base", tmp_path / "half.safetensors", fails=True)
+    assert text == "sparsify: not verified: the values of the base were not all compared with those of the training."
+    SparseDelta({}, {"0.weight": torch.ones(5, 6)}).save(tmp_path / "head")
+    assert "not verified" in run("verify", tmp_path / "head", "--base", tmp_path / "base", fails=True)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("sparse_delta_config.json", "the description of a delta, for people"), ("config.json", "the config of a model"),
+    ("other.json", "JSON text"),
+])  # fmt: skip
+def test_info_says_what_another_file_is(run, tmp_path, name, kind):
+    (tmp_path / name).write_text(json.dumps({"format_version": 1}, indent=2))
+    assert f"it is {kind}; a delta is `sparse_delta.safetensors`" in run("info", tmp_path / name, fails=True)
+
+
+def test_a_checkpoint_in_training_is_shown_and_becomes_a_delta(run, tmp_path):
+    model = sparsify.sparsify(make_base(), 8, steps=2)
+    model(torch.ones(4, 6)).square().sum().backward()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    safetensors.torch.save_file(sparsify.trained_state(model), checkpoint / "model.safetensors")
+    assert "4 in " in run("info", checkpoint)
+    assert json.loads(run("info", checkpoint, "--json"))["payload_sha256"] is None
+    assert "4 entries after 1 steps" in run("from-checkpoint", checkpoint, "--out", tmp_path / "delta")
+    assert SparseDelta.load(tmp_path / "delta") == SparseDelta.from_model(model)
+
+
+def test_warnings_are_lines_and_transformers_is_not_imported_to_merge_plain_names(tmp_path):
+    bert("ForSequenceClassification").save_pretrained(tmp_path / "base")
+    with safetensors.safe_open(tmp_path / "base" / "model.safetensors", "pt") as file:
+        name = next(name for name in file.keys() if "query.weight" in name)  # noqa: SIM118
+        old = file.get_tensor(name).flatten()
+    part = TensorDelta(torch.tensor([3]), old[3:4] + 1, (16, 16), torch.float32, "replace", digest(old[3:4]))
+    SparseDelta({name: part}).save(tmp_path / "delta")
+    program = "import sys; sys.modules['transformers'] = None; import sparsify.cli as cli; cli.main()"
+    arguments = [sys.executable, "-c", program, "merge", "delta", "--base", "base", "--out", "merged"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (0, "wrote merged\n"), done.stderr
+    part = replace(part, values=part.values.half(), dtype=torch.float16)
+    SparseDelta({name: part}).save(tmp_path / "half")
+    done = script("merge", "half", "--base", "base", "--out", "again", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if "merging" not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(
+        "sparsify: the checkpoint holds torch.float32 where the delta was trained on torch.float16"
+    )
+
+
+@pytest.mark.parametrize("command", ["", "info", "verify", "merge", "diff", "add", "push", "from-checkpoint"])
 def test_help_teaches(run, command):
     text = run(*command.split(), "--help")
     assert ("Example: sparsify " + command in text) if command else ("verify" in text and "--version" in text)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from oracle import unmasked_sets
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparsify import BaseMismatchError, sparsify, summary, trained_state
+from sparsify import BaseMismatchError, desparsify, sparsify, summary, trained_state
 from sparsify.strategies.importance import SNIP, Magnitude
 from sparsify.strategies.strategy import Increment, Prune, Strategy
 from sparsify.training.plan import STATE
@@ -159,3 +160,15 @@ def test_a_part_of_a_state_dict_is_no_trained_state():
     del state["head.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
         model.load_state_dict(state)
+
+
+def test_save_pretrained_says_that_it_writes_no_delta(tmp_path):
+    model = sparsify(build("bert")[0], 20, steps=2)
+    with pytest.warns(UserWarning, match=r"merged model, .* and no delta: SparseDelta.from_model\(model\)") as shown:
+        model.save_pretrained(tmp_path)
+    assert [warning.filename for warning in shown] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()
+        torch.save(trained_state(model), tmp_path / "state")
+        desparsify(model).save_pretrained(tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -123,12 +124,25 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
         """All layouts of a tensor, of which one is ``first``: equal copies of a tied one have to change together."""
+        if list(first.keys) == [name] and self._starts[self._start(name)] == 1:
+            return [first]  # without transformers
         try:
             tied = [layout for layout in self.converted(name) if layout.keys != first.keys]
         except SparsifyError:  # stored as in the delta, though transformers would convert it
             tied = []
         read = self.read
         return [first, *(layout for layout in tied if same_values(layout.assemble(read), first.assemble(read)))]
+
+    @cached_property
+    def _starts(self) -> Counter[tuple[object, ...]]:
+        return Counter(map(self._start, self.stored))
+
+    def _start(self, key: str) -> tuple[object, ...]:
+        """What equal stored tensors have in common: dtype, shape and the first values."""
+        stored = self.stored[key]
+        with stored.file.open("rb") as file:
+            file.seek(stored.begin)
+            return stored.dtype, stored.shape, file.read(min(stored.nbytes, 4096))
 
     def take(self, layout: Layout, indices: Tensor) -> Tensor:
         """The values (count,) at flat positions (count,) int64, strictly increasing; only their pages are read."""
