@@ -34,28 +34,18 @@ def make_app() -> Any:
     ) -> None:
         """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
 
-    verbs = (commands.info, commands.verify, commands.merge, commands.diff, commands.add, commands.push)
-    for command in (demo, *verbs, commands.from_checkpoint):
-        app.command()(command)
+    for verb in ("info", "verify", "merge", "diff", "add", "push", "from_checkpoint"):
+        app.command()(getattr(commands, verb))
+    app.command()(demo)
     return app
 
 
 def main() -> None:
-    """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback.
-
-    A warning is a line, shown once, and the logs of other libraries are left out.
-    """
-    shown = set[str]()
-
-    def show(message: Warning | str, *_: Any) -> None:
-        if str(message) not in shown:
-            print(f"sparsify: {message}", file=sys.stderr)
-        shown.add(str(message))
-
-    logging.disable(logging.WARNING)
+    """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback, a warning a line."""
+    logging.disable(logging.WARNING)  # other libraries' about their own installation
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = show
+            warnings.showwarning = lambda message, *_: print(f"sparsify: {message}", file=sys.stderr)
             make_app()()
     except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
         sys.exit(f"sparsify: {error}")

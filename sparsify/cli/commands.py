@@ -22,7 +22,7 @@ from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint
 from sparsify.delta.entries import StrPath
 from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
-from sparsify.delta.hub import find_file, is_repo_id
+from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import SparsifyError
@@ -80,16 +80,14 @@ def diff(
     base: Annotated[Path, typer.Argument(help="Checkpoint of the base.")],
     tuned: Annotated[Path, typer.Argument(help="Checkpoint of the fine-tuned model.")],
     out: Out,
-    budget: Annotated[
-        str, typer.Option(help="Keep only this many entries, the most changed, or this share of all, such as 0.001.")
-    ] = "",
+    budget: Annotated[float | None, typer.Option(help="Keep so many entries, the most changed, or a share.")] = None,
 ) -> None:
     """Take a delta from two checkpoints: the entries in which the tuned one differs from the base.
 
     Example: sparsify diff base tuned --budget 100000 --out my-delta
     """
     check_out(out, base, tuned)
-    delta = SparseDelta.diff(base, tuned, _budget(budget))
+    delta = SparseDelta.diff(base, tuned, int(budget) if budget is not None and budget.is_integer() else budget)
     delta.save(out)
     kept, changed, share = (delta.config["diff"][key] for key in ("kept", "changed", "squared_share"))
     print(f"{kept:,} of {changed:,} changed entries kept, {share:.1%} of the squared change; wrote {out}")
@@ -135,8 +133,6 @@ def push(
     """
     loaded = SparseDelta.load(delta)
     if base_model is not None:
-        if not is_repo_id(base_model):
-            raise SparsifyError(f"--base-model {base_model!r}; expected the id of a repository, such as 'user/name'.")
         loaded.config |= {"base_model_name_or_path": base_model, "base_model_revision": None}
     commit = loaded.push_to_hub(
         repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
@@ -164,13 +160,6 @@ def check_out(out: Path, *inputs: StrPath) -> None:
     for given in map(Path, inputs):
         if to & {given.resolve(), (given / FILE_NAME).resolve()}:
             raise SparsifyError(f"--out {out} is also an input, which is left as it is: give another path to write to.")
-
-
-def _budget(text: str) -> int | float | None:
-    """A number of entries, or a share."""
-    with suppress(ValueError):
-        return None if not text else int(text) if text.isdecimal() else float(text)
-    raise SparsifyError(f"--budget {text!r}; expected a number of entries, such as 100000, or a share, such as 0.001.")
 
 
 def parse_weights(text: str, count: int) -> list[float]:

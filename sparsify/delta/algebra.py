@@ -40,7 +40,8 @@ from sparsify.errors import SparsifyError
 
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
 Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
-Parts: TypeAlias = list[tuple[float, TensorDelta]]  # coefficients and entries of one tensor
+# of one tensor: coefficients, entries, and the entries' places (k,) among those of all terms
+Parts: TypeAlias = list[tuple[float, TensorDelta, Tensor]]
 
 
 class Summable(Applicable):
@@ -55,12 +56,12 @@ class Summable(Applicable):
         Returns:
             An expression, as a sum of deltas is one: ``apply`` it, or ``save(path, base=base)``.
         """
-        ((factor, first), *others) = self._terms()
-        if others or factor != 1 or not isinstance(second, Summable) or isinstance(second, DeltaSum):
-            raise SparsifyError(
-                "a stage of training is a single SparseDelta: evaluate a sum first, `total.on(base).then(second)`."
-            )
-        return DeltaSequence(((1.0, first), (1.0, second)))
+        is_sequence = isinstance(self, DeltaSequence)
+        stages = self.terms if is_sequence else self._terms()
+        single = is_sequence or (len(stages) == 1 and stages[0][0] == 1)
+        if not single or isinstance(second, DeltaSum) or not isinstance(second, Summable):
+            raise SparsifyError("a stage is a single SparseDelta: evaluate a sum first, `total.on(base).then(second)`.")
+        return DeltaSequence((*stages, (1.0, second)))
 
     def __add__(self, other: object) -> DeltaSum:
         return DeltaSum((*self._terms(), *other._terms())) if isinstance(other, Summable) else NotImplemented
@@ -143,12 +144,12 @@ class DeltaSum(Summable):
         dtypes = []
         for name in names:
             target = base_tensor(name, bases)
-            parts = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
-            dtypes += [(name, part.dtype, target.dtype) for _, part in parts]
-            indices = torch.cat([part.indices for _, part in parts]).unique()
-            places = [torch.searchsorted(indices, part.indices) for _, part in parts]
+            own = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
+            dtypes += [(name, part.dtype, target.dtype) for _, part in own]
+            indices = torch.cat([part.indices for _, part in own]).unique()
+            parts = [(factor, part, torch.searchsorted(indices, part.indices)) for factor, part in own]
             old = take(target, indices)
-            total, new = self._change(name, parts, places, old, target)
+            total, new = self._change(name, parts, old, target)
             if (kept := _kept(name, indices, old, new if kind == "replace" else total, target, kind)) is not None:
                 tensors[name] = kept
         warn_of_casts(dtypes, "the base", stacklevel=3)
@@ -162,24 +163,21 @@ class DeltaSum(Summable):
         self.on(base, kind).save(path)
 
     def __repr__(self) -> str:
-        return f"DeltaSum({' + '.join(f'{factor:g} * {delta!r}' for factor, delta in self.terms)})"
+        return f"{type(self).__name__}({' + '.join(f'{factor:g} * {delta!r}' for factor, delta in self.terms)})"
 
     def _terms(self) -> Terms:
+        if type(self) is not DeltaSum:
+            raise SparsifyError(f"a {type(self).__name__} is no plain sum: evaluate it first, `.on(base)`.")
         return self.terms
 
-    def _change(
-        self, name: str, parts: Parts, places: list[Tensor], base: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The change (count,) float64 of one tensor's entries, and the new values in the dtype of ``base`` (count,).
-
-        ``parts`` are the terms' entries, at ``places`` among those of all terms.
-        """
+    def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+        """The change (count,) float64 of one tensor's entries, and the new values in the dtype of ``base`` (count,)."""
         total = torch.zeros_like(base, dtype=torch.float64)
-        terms = torch.cat(places).bincount()
-        for (factor, part), at in zip(parts, places, strict=True):
+        terms = torch.cat([at for *_, at in parts]).bincount()
+        for factor, part, at in parts:
             total[at] += factor * checked_change(name, part, target)
         new = (base.double() + total).to(base.dtype)
-        for (factor, part), at in zip(parts, places, strict=True):
+        for factor, part, at in parts:
             if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
                 alone = terms[at] == 1
                 new[at[alone]] = part.values[alone].to(base.dtype)
@@ -221,17 +219,9 @@ class DeltaSequence(DeltaSum):
         True
     """
 
-    def then(self, second: Any) -> DeltaSequence:
-        return DeltaSequence((*self.terms, (1.0, second)))
-
-    def _terms(self) -> Terms:
-        raise SparsifyError("stages of training are no sum: evaluate them first, `first.then(second).on(base)`.")
-
-    def _change(
-        self, name: str, parts: Parts, places: list[Tensor], base: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         new = base.clone()
-        for (_, part), at in zip(parts, places, strict=True):
+        for _, part, at in parts:
             check_fits(name, part, target.shape, target.dtype)
             new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
         return new.double() - base.double(), new

@@ -44,11 +44,8 @@ from sparsify.errors import DeltaFormatError, SparsifyError, brief
 FILE_NAME = "sparse_delta.safetensors"
 CONFIG_NAME = "sparse_delta_config.json"
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
-_KINDS_OF_JSON = {
-    CONFIG_NAME: "the description of a delta, for people", "config.json": "the config of a model",
-    "adapter_config.json": "the config of a PEFT adapter", "trainer_state.json": "the state of a Trainer",
-    "model.safetensors.index.json": "the index of a model's shards",
-}  # fmt: skip
+_KINDS_OF_JSON = {CONFIG_NAME: "the description of a delta, for people", "config.json": "the config of a model",
+                  "adapter_config.json": "the config of a PEFT adapter"}  # fmt: skip
 _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
 
@@ -151,7 +148,7 @@ def _opened(path: StrPath) -> Iterator[BinaryIO]:
         start = file.read(8)
         if start.lstrip()[:1] in (b"{", b"[") and header_end(start) > MAX_HEADER_BYTES:
             kind = _KINDS_OF_JSON.get(Path(path).name, "JSON text")
-            raise DeltaFormatError(f"it is {kind}; a delta is `{FILE_NAME}`, or the folder of one")
+            raise DeltaFormatError(f"it is {kind}, and a delta is `{FILE_NAME}`, or the folder of one")
         file.seek(0)
         yield file
 

@@ -256,11 +256,6 @@ def _targets(plan: PatchPlan, model: nn.Module) -> dict[str, Tensor]:
     return find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
 
 
-def inverted(plan: PatchPlan) -> PatchPlan:
-    """The plan that undoes a plan."""
-    return [patch.inverse() for patch in plan]
-
-
 def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY) -> None:
     """Carries out all writes of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
     targets = _targets(plan, model)
@@ -280,7 +275,7 @@ def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
     """Puts back what a plan replaced, if the model still holds what it wrote."""
-    write_plan(inverted(plan), model, "the delta's values", remedy)
+    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import near_names
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.patch_plan import PatchPlan, holds, inverted, undone, write_plan
+from sparsify.delta.patch_plan import PatchPlan, holds, undone, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -121,7 +121,7 @@ class DeltaSwitch:
         return f"DeltaSwitch({', '.join(f'*{name}' if name in self._names else name for name in self)})"
 
     def _switch(self, names: tuple[str, ...]) -> None:
-        if names == self._names and holds(self.model, inverted(self._written)):
+        if names == self._names and holds(self.model, [patch.inverse() for patch in self._written]):
             return
         # nothing is undone where the base's weights were loaded again since
         before = [] if holds(self.model, self._written) else self._written

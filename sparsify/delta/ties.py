@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.delta.algebra import DeltaSum, Parts, Terms, checked_change, finite
+from sparsify.delta.algebra import DeltaSum, Parts, checked_change, finite
 from sparsify.delta.entries import one_of, require
-from sparsify.errors import SparsifyError
 
 METHODS, SIGN_METHODS = ("ties", "dare_ties", "dare_linear"), ("total", "frequency")
 
@@ -24,20 +23,13 @@ METHODS, SIGN_METHODS = ("ties", "dare_ties", "dare_linear"), ("total", "frequen
 class DeltaMerge(DeltaSum):
     """The result of :func:`merge_deltas`."""
 
-    def __init__(self, terms: Terms, method: str, density: float, sign_method: str, seed: int) -> None:
-        super().__init__(terms)
-        self.method, self.density, self.sign_method, self.seed = method, density, sign_method, seed
+    method, density, sign_method, seed = "ties", 1.0, "total", 0
 
-    def _terms(self) -> Terms:
-        raise SparsifyError("merged deltas are no sum: evaluate them first, `merge_deltas(...).on(base)`.")
-
-    def _change(
-        self, name: str, parts: Parts, places: list[Tensor], base: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         changes = torch.zeros(len(parts), base.numel(), dtype=torch.float64)
-        for number, ((_, part), at) in enumerate(zip(parts, places, strict=True)):
+        for number, (_, part, at) in enumerate(parts):
             changes[number, at] = self._trimmed(checked_change(name, part, target), f"{self.seed} {name} {number}")
-        weighted = changes * torch.tensor([factor for factor, _ in parts], dtype=torch.float64)[:, None]
+        weighted = changes * torch.tensor([factor for factor, *_ in parts], dtype=torch.float64)[:, None]
         if self.method != "dare_linear":
             votes = changes if self.sign_method == "total" else changes.sign()
             agree = changes.sign() == torch.where(votes.sum(0) >= 0, 1, -1)
@@ -77,8 +69,7 @@ def merge_deltas(
     require(method in METHODS, "method is", method, one_of(METHODS))
     require(majority_sign_method in SIGN_METHODS, "majority_sign_method is", majority_sign_method, one_of(SIGN_METHODS))
     require(0 < finite(density, "thinned out") <= 1, "density is", density, "a share, above 0 and at most 1")
-    if not deltas or len(factors) != len(deltas) or not all(hasattr(delta, "tensors") for delta in deltas):
-        raise SparsifyError(
-            f"{len(deltas)} deltas and {len(factors)} weights; expected SparseDeltas, a weight for each"
-        )
-    return DeltaMerge(tuple(zip(factors, deltas, strict=True)), method, float(density), majority_sign_method, seed)
+    require(len(factors) == len(deltas) > 0, "there are weights", factors, f"a weight for each of {len(deltas)} deltas")
+    merged = DeltaMerge(tuple(zip(factors, deltas, strict=True)))
+    merged.method, merged.density, merged.sign_method, merged.seed = method, density, majority_sign_method, seed
+    return merged

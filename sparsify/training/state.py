@@ -137,14 +137,11 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _notice_of_merged() -> None:
     """Says what transformers' ``save_pretrained`` writes, where that has asked for the state dict."""
-    for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe(1)), 10), start=1):
+    for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe(1)), 10), start=3):
         if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].startswith("transformers."):
-            warnings.warn(
-                "save_pretrained() writes the merged model, base and trained entries in one, and no delta: "
-                "SparseDelta.from_model(model).save(folder) writes that, a small file.",
-                stacklevel=level + 2,
-            )
-            return
+            what = "the merged model, base and trained entries in one, and no delta"
+            remedy = "SparseDelta.from_model(model).save(folder) writes that, a small file."
+            warnings.warn(f"save_pretrained() writes {what}: {remedy}", stacklevel=level)
 
 
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

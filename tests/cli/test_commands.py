@@ -153,8 +153,8 @@ def test_diff_takes_a_delta_from_two_checkpoints(run, tmp_path, base):
     text = run(*arguments, tmp_path / "file", fails=True)
     assert text.startswith("sparsify: ")
     assert run(*arguments, tmp_path / "share", "--budget", 0.1).startswith("7 of ")  # of 73 entries
-    text = run(*arguments, tmp_path / "share", "--budget", "many", fails=True)
-    assert "--budget 'many'; expected a number of entries, such as 100000, or a share" in text
+    text = run(*arguments, tmp_path / "share", "--budget", "1.5", fails=True)
+    assert "budget=1.5; expected a number of entries, at least 1, a share of all as a float in (0, 1)" in text
     text = run(*arguments, tmp_path / "file", fails=True)
     assert "is a file, and a delta is saved into a folder" in text
     assert run(*arguments, tmp_path / "file" / "x", fails=True).startswith("sparsify: [Errno 20] Not a dir")
@@ -201,7 +201,7 @@ def test_push_publishes_and_info_reads_from_the_hub(tmp_path, saved):
         assert SparseDelta.load(tmp_path / "delta").config["base_model_name_or_path"] == "user/base"
         assert "me/base" in script("info", repo, cwd=tmp_path, env=environment).stdout, named.stderr
         failed = script("push", "delta", repo, "--base-model", "./base", cwd=tmp_path, env=environment)
-        assert "--base-model './base'; expected the id of a repository" in failed.stderr
+        assert "which is left out of what is published" in failed.stderr
 
 
 def test_a_failing_push_is_one_line_and_makes_no_request(tmp_path):
@@ -245,7 +245,7 @@ def test_verify_that_compared_nothing_is_no_success(run, tmp_path, base, plain):
 ])  # fmt: skip
 def test_info_says_what_another_file_is(run, tmp_path, name, kind):
     (tmp_path / name).write_text(json.dumps({"format_version": 1}, indent=2))
-    assert f"it is {kind}; a delta is `sparse_delta.safetensors`" in run("info", tmp_path / name, fails=True)
+    assert f"it is {kind}, and a delta is `sparse_delta.safetensors`" in run("info", tmp_path / name, fails=True)
 
 
 def test_a_checkpoint_in_training_is_shown_and_becomes_a_delta(run, tmp_path):

@@ -191,5 +191,5 @@ def test_a_head_goes_on_through_the_stages():
     for wrong in (lambda: (first + first).then(second), lambda: first.then(second + second), lambda: first.then("x")):
         with pytest.raises(SparsifyError, match=r"evaluate a sum first, `total.on\(base\).then\(second\)`"):
             wrong()
-    with pytest.raises(SparsifyError, match="stages of training are no sum"):
+    with pytest.raises(SparsifyError, match="a DeltaSequence is no plain sum"):
         2 * first.then(second)

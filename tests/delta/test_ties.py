@@ -16,9 +16,9 @@ def base():
 
 
 @pytest.mark.parametrize("sign", ["total", "frequency"])
-@pytest.mark.parametrize("density", [1.0, 0.4])
-def test_ties_of_dense_changes_is_that_of_peft(base, sign, density):
-    tuned = [fine_tuned(base, seed, share=1.1) for seed in range(3)]
+@pytest.mark.parametrize(("share", "density"), [(0.5, 1.0), (1.1, 0.4)])
+def test_ties_is_that_of_peft(base, sign, share, density):
+    tuned = [fine_tuned(base, seed, share) for seed in range(3)]
     deltas = [SparseDelta.diff(base, model, progress=False) for model in tuned]
     merged = merge_deltas(deltas, WEIGHTS, density=density, majority_sign_method=sign)
     with merged.applied(base):
@@ -28,22 +28,6 @@ def test_ties_of_dense_changes_is_that_of_peft(base, sign, density):
         if int(density * parameter.numel()) == round(density * parameter.numel()):
             expected = parameter + ties(changes, torch.tensor(WEIGHTS).double(), density, sign)
             torch.testing.assert_close(found[name], expected.detach())
-
-
-def test_entries_of_one_delta_count_alone_and_those_that_disagree_do_not_cancel(base):
-    a, b = task(base, 1), task(base, 2)
-    name = "0.weight"
-    merged = merge_deltas([a, b]).on(base)
-    at = {n: dict(zip(d.indices.tolist(), d.values.tolist(), strict=True)) for n, d in (
-        ("a", a.tensors[name]), ("b", b.tensors[name]), ("merged", merged.tensors[name]))}  # fmt: skip
-    start = base[0].weight.detach().flatten().tolist()
-    shared = at["a"].keys() & at["b"].keys()
-    assert shared
-    for index, value in at["merged"].items():
-        changes = [at[n][index] - start[index] for n in ("a", "b") if index in at[n]]
-        sign = 1 if sum(changes) >= 0 else -1
-        agree = [change for change in changes if change * sign > 0]
-        assert value - start[index] == pytest.approx(sum(agree) / len(agree))
 
 
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
@@ -63,11 +47,11 @@ def test_what_cannot_be_merged_is_refused_and_a_merge_is_no_term(base):
         ({"method": "tie"}, "method is 'tie', expected one of ties, dare_ties, dare_linear"),
         ({"density": 0.0}, "density is 0.0, expected a share"),
         ({"majority_sign_method": "most"}, "majority_sign_method is 'most'"),
-        ({"weights": [1.0]}, "2 deltas and 1 weights"),
+        ({"weights": [1.0]}, r"weights \[1.0\], expected a weight for each of 2 deltas"),
     ]:
         with pytest.raises(SparsifyError, match=problem):
             merge_deltas([a, b], **options)
-    with pytest.raises(SparsifyError, match=r"evaluate them first, `merge_deltas\(...\).on\(base\)`"):
+    with pytest.raises(SparsifyError, match=r"a DeltaMerge is no plain sum: evaluate it first, `.on\(base\)`"):
         merge_deltas([a, b]) + a
     a.whole["head"] = torch.ones(2)
     assert merge_deltas([a, b]).entries_only().on(base) == merge_deltas([a.entries_only(), b]).on(base)

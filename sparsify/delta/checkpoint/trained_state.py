@@ -24,17 +24,14 @@ from sparsify.delta.format import FILE_NAME, refused
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, parse_json
 from sparsify.errors import SparsifyError, brief
 
-_PICKLED = "pytorch_model.bin"
-_READ_AGAIN = "sparsify the same base as then, `load_state_dict` the checkpoint, and take SparseDelta.from_model(model)"
 
-
-def is_training_checkpoint(path: object) -> bool:
+def is_training_checkpoint(path: StrPath) -> bool:
     """Whether a path is the folder of a checkpoint with entries, and not of a delta."""
-    folder = Path(path) if isinstance(path, (str, Path)) else None
-    if folder is None or not folder.is_dir() or (folder / FILE_NAME).exists():
+    folder = Path(path)
+    if not folder.is_dir() or (folder / FILE_NAME).exists():
         return False
     try:
-        return bool(_prefixes(_opened(folder)[0]))
+        return bool(_opened(folder)[2])
     except SparsifyError:
         return False
 
@@ -42,20 +39,21 @@ def is_training_checkpoint(path: object) -> bool:
 def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
     """The parts of the delta in a checkpoint; see :meth:`sparsify.SparseDelta.from_checkpoint`."""
     shown = "the state dict" if isinstance(path, Mapping) else f"`{path}`"
-    names, read = _opened(path)
-    prefix, *others = _prefixes(names) or [None]
-    if others:
-        raise SparsifyError(f"{shown} is of a model with several sparsified parts: give the state dict of one of them.")
-    if prefix is None:
+    names, read, prefixes = _opened(path)
+    if len(prefixes) != 1:
         raise SparsifyError(
-            f"{shown} has no `{POSITION}`, so it is no checkpoint of a sparsified model in training: of a merged or "
-            "another fine-tuned model take SparseDelta.diff(base, tuned), and SparseDelta.load() of a saved delta."
+            f"{shown} is of {len(prefixes)} sparsified models, by the `{POSITION}` in it, expected 1: of a merged or "
+            "otherwise fine-tuned model take SparseDelta.diff(base, tuned), of several parts the state dict of each."
         )
+    (prefix,) = prefixes
     with refused(f"{shown} is no checkpoint that can be used", "take an earlier one"):
         settings = parse_json(read(prefix + SETTINGS).to("cpu", torch.uint8).numpy().tobytes().decode())
-        if isinstance(settings, dict) and RECORD in settings:
+        if RECORD in settings:
             return _parts(settings, {name.removeprefix(prefix) for name in names}, lambda name: read(prefix + name))
-    raise SparsifyError(f"{shown} was written by an earlier version, which did not name its tensors: {_READ_AGAIN}.")
+    raise SparsifyError(
+        f"{shown} was written by an earlier version, which did not name its tensors: sparsify the same base as then, "
+        "`load_state_dict` the checkpoint, and take SparseDelta.from_model(model)."
+    )
 
 
 def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> DeltaParts:
@@ -87,30 +85,24 @@ def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str
     return dict(sorted(tensors.items())), whole, config
 
 
-def _opened(path: StrPath | Mapping[str, Any]) -> tuple[Collection[str], Callable[[str], Tensor]]:
-    """The names of a checkpoint's tensors, and what reads one of them."""
-    if isinstance(path, Mapping):
-        state = _with_entries(path)
-        return state, lambda name: state[name].detach().cpu()
-    file = Path(path) / _PICKLED if (Path(path) / _PICKLED).is_file() else Path(path)
+def _opened(path: StrPath | Mapping[str, Any]) -> tuple[Collection[str], Callable[[str], Tensor], list[str]]:
+    """The names of a checkpoint's tensors, what reads one of them, and the prefixes of those with entries."""
+    if isinstance(path, Mapping):  # perhaps {"model": model.state_dict(), "step": 3}
+        parts = [path, *(value for value in path.values() if isinstance(value, Mapping))]
+        state = next((part for part in parts if _prefixes(part)), path)
+        return state, lambda name: state[name].detach().cpu(), _prefixes(state)
+    pickled = Path(path) / "pytorch_model.bin"
+    file = pickled if pickled.is_file() else Path(path)
     if file.is_dir() or file.suffix == ".safetensors" or not file.exists():
         checkpoint = Checkpoint(file)
-        return checkpoint.stored, checkpoint.read
+        return checkpoint.stored, checkpoint.read, _prefixes(checkpoint.stored)
     try:
         return _opened(torch.load(file, "cpu", weights_only=True, mmap=True))
     except Exception as error:  # of any file
-        raise SparsifyError(
-            f"`{file}` cannot be read as weights ({brief(error)}): give a Trainer's checkpoint folder, or what "
-            "torch.save(model.state_dict(), file) wrote."
-        ) from error
+        expected = "give a Trainer's checkpoint folder, or what torch.save(model.state_dict(), file) wrote."
+        raise SparsifyError(f"`{file}` cannot be read as weights ({brief(error)}): {expected}") from error
 
 
-def _with_entries(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of tensors in a checkpoint, as ``{"model": model.state_dict(), "step": 3}`` has one."""
-    inner = [value for value in state.values() if isinstance(value, Mapping)]
-    return next((found for found in (state, *inner) if _prefixes(found)), state)
-
-
-def _prefixes(names: Collection[str]) -> list[str]:
+def _prefixes(names: Collection[Any]) -> list[str]:
     """What the names of entries begin with, such as the wrapper's ``module.``; one item for each sparsified part."""
     return [str(name).removesuffix(POSITION) for name in names if str(name).endswith(POSITION)]
