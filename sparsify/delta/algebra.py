@@ -56,10 +56,9 @@ class Summable(Applicable):
         Returns:
             An expression, as a sum of deltas is one: ``apply`` it, or ``save(path, base=base)``.
         """
-        is_sequence = isinstance(self, DeltaSequence)
-        stages = self.terms if is_sequence else self._terms()
-        single = is_sequence or (len(stages) == 1 and stages[0][0] == 1)
-        if not single or isinstance(second, DeltaSum) or not isinstance(second, Summable):
+        stages = self.terms if isinstance(self, DeltaSequence) else self._terms()
+        is_sum = not isinstance(self, DeltaSequence) and [factor for factor, _ in stages] != [1]
+        if is_sum or isinstance(second, DeltaSum) or not isinstance(second, Summable):
             raise SparsifyError("a stage is a single SparseDelta: evaluate a sum first, `total.on(base).then(second)`.")
         return DeltaSequence((*stages, (1.0, second)))
 

@@ -19,15 +19,15 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 
 def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress: bool = True) -> DeltaParts:
     """Tensors, dense tensors and config of the delta between two models; see :meth:`sparsify.SparseDelta.diff`."""
-    is_share = isinstance(budget, float) and 0 < budget < 1
-    if budget is not None and not is_share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+    is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+    if budget is not None and not is_number and not (isinstance(budget, float) and 0 < budget < 1):
         expected = "a number of entries, at least 1, a share of all as a float in (0, 1), or None for all of them"
         raise SparsifyError(f"budget={budget!r}; expected {expected}.")
     old, new = open_base(base), open_base(tuned)
     ties = {} if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
     _check_comparable(names, old, ties.values())
-    if is_share:
+    if isinstance(budget, float):
         sizes = [new[name].numel() for name in names if _is_comparable(name, old, new[name])]
         budget = max(1, int(budget * sum(sizes)))
     dense: dict[str, Tensor] = {}

@@ -134,7 +134,7 @@ class DeltaSwitch:
 
     def _checked(self, given: str | Sequence[str]) -> tuple[str, ...]:
         """The different names that were given; raises where no delta has one of them."""
-        names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or [None]))
+        names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or ())) or (None,)
         for name in names:
             if name not in self._deltas:
                 near = near_names(str(name), map(str, self._deltas))

@@ -93,12 +93,12 @@ def test_what_is_no_checkpoint_in_training_is_told_apart(model, tmp_path):
     two = nn.ModuleList([sparsify(nn.Linear(4, 4), 3, "random") for _ in range(2)]).state_dict()
     (tmp_path / "file").write_text("no weights")
     for given, error, problem in [
-        (Net().state_dict(), SparsifyError, r"is of 0 sparsified .* take SparseDelta.diff\(base, tuned\)"),
+        (Net().state_dict(), SparsifyError, r"is of 0 sparsified models, .* take SparseDelta.diff\(base, tuned\)"),
         ({**state, SETTINGS: settings}, SparsifyError, "earlier version, .* sparsify the same base as then"),
         ({**state, SETTINGS: settings[1:]}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, "sparse_ids": state["sparse_ids"] + 10**6}, DeltaFormatError, "no checkpoint that can be used"),
         ({n: t for n, t in state.items() if n != "head.bias"}, DeltaFormatError, "it lacks `head.bias`, which"),
-        (two, SparsifyError, "is of 2 sparsified models .* of several parts each"),
+        (two, SparsifyError, "is of 2 sparsified models, .* of several parts the state dict"),
         (tmp_path / "file", SparsifyError, "cannot be read as weights .* what torch.save"),
         (tmp_path, SparsifyError, "holds no checkpoint"),
     ]:
