@@ -144,7 +144,9 @@ class DeltaSum(Summable):
         for name in names:
             target = base_tensor(name, bases)
             own = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
-            dtypes += [(name, part.dtype, target.dtype) for _, part in own]
+            for _, part in own:
+                check_fits(name, part, target.shape, target.dtype)
+                dtypes.append((name, part.dtype, target.dtype))
             indices = torch.cat([part.indices for _, part in own]).unique()
             parts = [(factor, part, torch.searchsorted(indices, part.indices)) for factor, part in own]
             old = take(target, indices)
@@ -221,7 +223,6 @@ class DeltaSequence(DeltaSum):
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         new = base.clone()
         for _, part, at in parts:
-            check_fits(name, part, target.shape, target.dtype)
             new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
         return new.double() - base.double(), new
 

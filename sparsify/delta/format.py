@@ -146,8 +146,9 @@ def _opened(path: StrPath) -> Iterator[BinaryIO]:
         raise DeltaFormatError(f"`{path}` is no regular file, so it is not read: copy what it gives into a file first.")
     with open(path, "rb") as file, refused(f"`{path}` is no delta that can be used", "download or save it again"):
         start = file.read(8)
-        if start.lstrip()[:1] in (b"{", b"[") and header_end(start) > MAX_HEADER_BYTES:
-            kind = _KINDS_OF_JSON.get(Path(path).name, "JSON text")
+        json_kind = _KINDS_OF_JSON.get(Path(path).name, "JSON text")
+        kind = {b"{": json_kind, b"[": json_kind, b"P": "a zip file, as torch.save writes it"}.get(start.lstrip()[:1])
+        if kind and header_end(start) > MAX_HEADER_BYTES:
             raise DeltaFormatError(f"it is {kind}, and a delta is `{FILE_NAME}`, or the folder of one")
         file.seek(0)
         yield file

@@ -59,8 +59,8 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
     if not file.exists():
         raise SparsifyError(
             f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-            f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'. Of the "
-            "weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned)."
+            f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'. Of "
+            "the weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned)."
         )
     return file
 

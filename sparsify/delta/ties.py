@@ -1,8 +1,10 @@
-"""Merges deltas that interfere by TIES (Yadav et al. 2023) and DARE (Yu et al. 2024), as PEFT's add_weighted_adapter.
+"""Merges deltas that interfere by TIES (Yadav et al. 2023) and DARE (Yu et al. 2024).
 
-trim      keep a share of each delta's entries in each tensor: the largest changes, or (DARE) any, scaled up
-elect     a sign for each entry: that of the sum of the changes, or that of most of them
-merge     the mean of the weighted changes that have this sign; dare_linear: the sum of all
+    trim      keep a share of each delta's entries in each tensor: the largest changes, or (DARE) any, scaled up
+    elect     a sign for each entry: that of the sum of the changes, or that of most of them
+    merge     the mean of the weighted changes that have this sign; dare_linear: the sum of all
+
+For dense changes the results are those of PEFT's ``add_weighted_adapter``.
 """
 
 from __future__ import annotations

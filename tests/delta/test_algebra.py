@@ -104,6 +104,8 @@ def test_another_base_is_refused():
     before = bits(other)
     with pytest.raises(BaseMismatchError, match=r"does not hold the values that the delta was trained on"):
         total.apply(other)
+    with pytest.raises(BaseMismatchError, match=r"`0.weight` has shape \(2, 6\) in the model, \(5, 6\) in the delta"):
+        total.apply(nn.Sequential(nn.Linear(6, 2), *base[1:]))
     with pytest.raises(BaseMismatchError, match=r"the model has no tensor `0.weight`"):
         total.apply(nn.ModuleDict({"head": nn.Linear(6, 5)}))
     with pytest.raises(BaseMismatchError, match=r"near: .*`x\.0\.weight`.*Load the base that the delta was trained on"):

@@ -110,9 +110,3 @@ def test_what_is_no_checkpoint_in_training_is_told_apart(model, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(SparsifyError, match="no safetensors file"):
         SparseDelta.from_checkpoint(tmp_path)
-
-
-def test_copies_of_a_model_have_settings_of_one_length(model):
-    later = copy.deepcopy(model)
-    run(later, build("mlp")[1][2:4])
-    assert later.state_dict()[SETTINGS].shape == model.state_dict()[SETTINGS].shape
