@@ -57,7 +57,7 @@ def record_settings(engine: Engine) -> Tensor:
     """
     record = record_of(engine)
     text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at, RECORD: record}, default=str)
-    size = 1 << (_SIZE + len(json.dumps(record))).bit_length()
+    size = 1 << (_SIZE + len(json.dumps(record, default=str))).bit_length()
     packed = torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8).to(engine.values.device)
     engine.root._buffers[SETTINGS] = packed
     return packed

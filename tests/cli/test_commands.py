@@ -241,7 +241,7 @@ def test_verify_that_compared_nothing_is_no_success(run, tmp_path, base, plain):
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("sparse_delta_config.json", "the description of a delta, for people"), ("config.json", "the config of a model"),
-    ("other.json", "JSON text"),
+    ("other.json", "JSON text"), ("weights.pt", "a zip file, as torch.save writes it"),
 ])  # fmt: skip
 def test_info_says_what_another_file_is(run, tmp_path, name, kind):
     (tmp_path / name).write_text(json.dumps({"format_version": 1}, indent=2))
