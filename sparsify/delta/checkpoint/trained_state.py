@@ -19,12 +19,13 @@ from torch import Tensor
 
 from sparsify.common.names import POSITION, RECORD, SETTINGS, plain_name
 from sparsify.common.raw_bits import digest
-from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import DTYPES, DeltaParts, StrPath, TensorDelta
 from sparsify.delta.format import FILE_NAME, refused
 from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, parse_json
 from sparsify.errors import SparsifyError, brief
+
+VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"  # as in core/entries.py, which is training code
 
 
 def is_training_checkpoint(path: StrPath) -> bool:
@@ -64,7 +65,7 @@ def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str
     ids, order = read(IDS)[:count].long().sort()
     base, values = (read(name)[:count][order] for name in (BASE, VALUES))
     ends = list(accumulate(math.prod(shape) for _, shape, *_ in record["tensors"]))
-    counts = count_by_tensor(ids, ends).tolist()
+    counts = torch.searchsorted(ids, torch.tensor([0, *ends])).diff().tolist()
     tensors: dict[str, TensorDelta] = {}
     in_whole = 0
     entries = zip(*(part.split(counts) for part in (ids, base, values)), strict=True)
