@@ -23,7 +23,7 @@ from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
 from sparsify.training.install import install, uninstall
-from sparsify.training.new_parameters import find_new
+from sparsify.training.new_parameters import find_new, find_resized
 from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.settings import extend as extend_run
@@ -115,7 +115,8 @@ def sparsify(
         selected = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
     new_names = find_new(model, fresh_modules, targets.saved)
     check_new(tensors, strategy, new_names)
-    buffer_digests = digest_buffers(model)
+    resized = [name for name in find_resized(model) if name not in targets.saved]
+    buffer_digests = digest_buffers(model) | dict.fromkeys(resized, "")  # stored whole, as what has changed
     if isinstance(strategy.selection, Static):
         dtype = values_dtype(tensors)
         selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
@@ -124,7 +125,7 @@ def sparsify(
     install(
         Plan(
             model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
-            new_names, buffer_digests, seed,
+            (*new_names, *resized), buffer_digests, seed,
         )
     )  # fmt: skip
     return model

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsify.adapters.extensions import extend
-from sparsify.common.names import named_tensors
+from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.merge import recorded_labels
 from sparsify.delta.sparse_delta import SparseDelta
@@ -38,7 +38,7 @@ def load_model(
 ) -> nn.Module:
     """Loads a base with transformers and puts a delta onto it.
 
-    The class, the number and names of the labels, and LoRA or other adapters are those that were trained. A tensor that
+    The class, the labels, the number of tokens, and LoRA or other adapters are those that were trained. A tensor that
     neither the base nor the delta has is an error, never initialised at random. The delta's hashes check the base.
 
     Args:
@@ -162,9 +162,10 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
         ) from error
     finally:
         logger.removeFilter(_is_no_load_report)
+    resized = _resize(model, delta.whole)
     tensors = named_tensors(model)
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    missing = {key: tensors[key] for key in keys if key in tensors}
+    missing = {key: tensors[key] for key in keys if key in tensors} | resized
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
     shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.initializer is not None}
     model = extend(model, delta.config, shapes).eval()
@@ -178,6 +179,17 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
             "modules in modules_to_save=[...]."
         )
     return model
+
+
+def _resize(model: Any, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gives the base as many tokens as the delta's input embeddings have; returns the parameters of the new size."""
+    table, before = input_table(model), {name: tensor.shape for name, tensor in named_tensors(model).items()}
+    shapes = {base_name(name): tensor.shape for name, tensor in whole.items()}
+    found = [shapes[name] for name, tensor in named_tensors(model).items() if tensor is table and name in shapes]
+    if table is None or not found or found[0] == table.shape:
+        return {}
+    model.resize_token_embeddings(found[0][0], mean_resizing=False)
+    return {name: p for name, p in model.named_parameters() if p.shape != before.get(name)}
 
 
 def _is_no_load_report(record: logging.LogRecord) -> bool:

@@ -18,6 +18,7 @@ _WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"))  # torch.comp
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
 _PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.)+")
 _PEFT_LAYERS = ("base_layer", "token_adapter")  # attributes of PEFT's layers that hold, or lead to, the base's
+_AROUND = re.compile(r"\.(?:base_layer|token_adapter|modules_to_save\.[^.]+)(?=\.)")  # PEFT's
 MAX_NAME_CHARACTERS = 1000
 # control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
 _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -26,6 +27,19 @@ _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-
 def plain_name(name: str) -> str:
     """Strips the prefixes of wrappers, which are whole components, from a name of a parameter or buffer."""
     return _PREFIXES.sub("", _COMPILED.sub("", name))
+
+
+def base_name(name: str) -> str:
+    """The name that a tensor has in the base, without PEFT's wrappers around its layer."""
+    return _AROUND.sub("", plain_name(name))
+
+
+def input_table(model: nn.Module) -> Any:
+    """The weight of a transformers model's input embeddings; ``None`` where it has none."""
+    try:
+        return plain_model(model).get_input_embeddings().weight  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def plain_model(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from sparsify.common.names import tied_names
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
-from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta
+from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta, is_resized
 from sparsify.delta.patch_plan import check_has_values, own_copy, take
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -103,6 +103,8 @@ def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
     check_has_values(name, before)
     check_has_values(name, new)
     if before.shape != new.shape:
+        if new.numel() > before.numel() and is_resized(new.shape, before.shape):  # tokens were added
+            return False
         raise BaseMismatchError(
             f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: "
             "resize the base's first (`resize_token_embeddings`, say)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -98,6 +98,11 @@ NamedTensors: TypeAlias = Mapping[str, Tensor]
 DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint
+
+
+def is_resized(shape: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether two shapes differ in one dimension, as those of a table, head or bias of another number of tokens."""
+    return len(shape) == len(before) and sum(now != then for now, then in zip(shape, before, strict=True)) == 1
 
 
 def encode_indices(indices: Tensor) -> Tensor:

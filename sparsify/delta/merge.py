@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
 from sparsify.core.devices import put
 from sparsify.delta.checkpoint.fused_layout import Layout
-from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_json
+from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_header, read_json
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.delta.patches import WeightPatch, check_checkpoint, patches_of
@@ -47,7 +48,10 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     warn_of_casts(dtypes, "the checkpoint")
     places = {name: checkpoint.copies(name, layout) for name, layout in layouts.items()}
     new = {name: whole[name] for name in report.missing}
-    model_config = _updated_config(source / "config.json", config, whole)
+    pairs = [(name, layout) for name, own in places.items() for layout in own if name in whole]
+    resized = {layout.keys[0]: whole[name] for name, layout in pairs if layout.shape != whole[name].shape}
+    sizes = {checkpoint.stored[key].shape[0]: len(tensor) for key, tensor in resized.items()}
+    model_config = _updated_config(source / "config.json", config, whole, sizes)
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     file_names = [file.name for file in checkpoint.files]
     if new:
@@ -57,6 +61,9 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parent:
         folder = Path(parent) / out.name
         folder.mkdir()
+        if resized:
+            checkpoint = _resized(checkpoint, resized, Path(parent))
+            places = {name: [at for at in own if at.keys[0] not in resized] for name, own in places.items()}
         _copy_descriptions(source, folder)
         _write_shards({**tensors, **whole}, checkpoint, places, folder, file_names)
         if file_names != [WEIGHTS_NAME]:
@@ -86,12 +93,31 @@ def recorded_labels(config: Mapping[str, Any], whole: NamedTensors) -> dict[str,
     return {**labels, "problem_type": problem} if isinstance(problem, str) else labels
 
 
-def _updated_config(path: Path, config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any] | None:
-    """The ``config.json`` with the architecture and labels of the delta's dense tensors; ``None`` for no change."""
+def _resized(checkpoint: Checkpoint, tensors: NamedTensors, folder: Path) -> Checkpoint:
+    """The checkpoint with stored tensors replaced by others of another size; the files with these go into a folder."""
+    changed, files = Checkpoint(checkpoint.path), {checkpoint.stored[key].file for key in tensors}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            values = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            own = {key: tensors[key].to(old.dtype).contiguous() for key, old in values.items() if key in tensors}
+            safetensors.torch.save_file({**values, **own}, folder / file.name, opened.metadata())
+    changed.files = tuple(folder / file.name if file in files else file for file in checkpoint.files)
+    changed.stored = {name: stored for file in changed.files for name, stored in read_header(file).items()}
+    return changed
+
+
+def _updated_config(
+    path: Path, config: Mapping[str, Any], whole: NamedTensors, sizes: Mapping[int, int]
+) -> dict[str, Any] | None:
+    """The ``config.json`` with the class, labels and numbers of tokens (``sizes``, by old ones), or ``None``."""
     updates, architecture = recorded_labels(config, whole), config.get("architecture")
     if isinstance(architecture, str) and architecture.isidentifier():
         updates["architectures"] = [architecture]
-    return {**read_json(path), **updates} if updates and whole and path.is_file() else None
+    if not (updates or sizes) or not whole or not path.is_file():
+        return None
+    text = json.dumps(read_json(path))  # of a composite model, it has a config for each part
+    resized = re.sub(r'"vocab_size": (\d+)', lambda at: f'"vocab_size": {sizes.get(int(at[1]), at[1])}', text)
+    return {**json.loads(resized), **updates}
 
 
 def _write_shards(
@@ -136,11 +162,11 @@ def _write_index(
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
         safetensors.torch.save_file(own, folder / file_names[-1], metadata={"format": "pt"})
         weight_map |= dict.fromkeys(new, file_names[-1])
-        stored = checkpoint.stored.values()
-        metadata |= {
-            "total_parameters": sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values()),
-            "total_size": sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values()),
-        }
+    stored = checkpoint.stored.values()
+    metadata |= {
+        "total_parameters": sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values()),
+        "total_size": sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values()),
+    }
     _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

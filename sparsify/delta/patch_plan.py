@@ -28,6 +28,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
 _LOAD_BASE = "Load the base that the delta was trained on."
 _BUILD_MODULE = "The delta stores it whole: build the model with that head or module first, as it was in training."
+_RESIZE = " If tokens were added, `model.resize_token_embeddings({})` first (`load_model` and `merge` do so)."
 
 
 class PlannedWrite(NamedTuple):
@@ -222,6 +223,7 @@ def check_fits(
     is_dense = isinstance(part, Tensor)
     remedy = _BUILD_MODULE if is_dense else _LOAD_BASE
     if tuple(shape) != tuple(part.shape):
+        remedy += _RESIZE.format(part.shape[0]) if shape[1:] == part.shape[1:] else ""
         shapes = f"has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta"
         raise BaseMismatchError(f"tensor `{name}` {shapes}. {remedy}")
     if not is_dense and dtype not in DTYPES.values():

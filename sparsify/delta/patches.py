@@ -14,7 +14,7 @@ from sparsify.common.names import check_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.fused_layout import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
+from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
 from sparsify.delta.patch_plan import check_fits, check_not_drawn, counted, is_verified, new_values, plan_delta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -87,7 +87,8 @@ def check_checkpoint(
             unchecked.append(name)
     for name in (name for name in whole if name in checkpoint):
         layout = layouts[name] = checkpoint.layout(name)
-        check_fits(name, whole[name], layout.shape, checkpoint.dtype(layout), _IN_FILES)
+        shape = whole[name].shape if is_resized(whole[name].shape, layout.shape) else layout.shape  # a merge resizes
+        check_fits(name, whole[name], shape, checkpoint.dtype(layout), _IN_FILES)
     owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
         first = owners.setdefault((window.key, window.place.storage_offset()), name)
@@ -132,6 +133,8 @@ def make_patches(
     if checkpoint is not None:
         opened = Checkpoint(checkpoint)
         _, layouts = check_checkpoint(tensors, whole, opened)
+        for name in whole.keys() & layouts.keys():  # an engine keeps its shapes
+            check_fits(name, whole[name], layouts[name].shape, opened.dtype(layouts[name]), _IN_FILES)
         places = {name: opened.copies(name, layout) for name, layout in layouts.items()}
     elif added := [name for name, delta in tensors.items() if delta.kind == "add"]:
         remedy = "give the base's checkpoint, `patches(checkpoint)`."

@@ -137,7 +137,8 @@ class SparseDelta(Summable):
 
         Args:
             base: the pretrained model, plain, or the path of its checkpoint, which is read a tensor at a time.
-            tuned: the fine-tuned model, likewise. Tensors that only it has are stored whole; others are left out.
+            tuned: the fine-tuned model, likewise. Tensors that only it has, or to which it has added tokens, are stored
+                whole; those that only the base has are left out.
             budget: keep the entries with the largest absolute change only, so many in the whole model, or a share, a
                 float, of all that are compared; all by default.
             progress: show a progress bar.
@@ -221,7 +222,7 @@ class SparseDelta(Summable):
         """Writes the trained model as an ordinary checkpoint, in the memory of one tensor; returns the path of ``out``.
 
         The new folder appears complete or not at all. The base's config, tokenizer and the like are copied; dense
-        tensors that the base lacks go into a shard of their own.
+        tensors that the base lacks go into a shard of their own, and a table of more tokens takes the place of its own.
 
         Args:
             base: the folder of the checkpoint that the delta was trained on, in safetensors files.

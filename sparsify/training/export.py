@@ -32,6 +32,7 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
+from sparsify.training.new_parameters import find_resized
 
 UNKNOWN_VALUES = (
     "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
@@ -209,6 +210,7 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
     frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
     held.update(id(p) for n, p in frozen.items() if engine.base_digests.get(n) == (p.dtype, digest(full_values(p))))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    late = [name for name in find_resized(engine.root) if name not in (*engine.new_names, *engine.dense_names)]
     replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
     trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
     problems = []
@@ -219,6 +221,8 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
             "whole model, and name what is to be trained whole in modules_to_save; freeze what is not trained "
             "(requires_grad_(False))"
         )
+    if late:
+        problems.append(f"{listed(late)} were resized after sparsify(), and no delta holds new rows: do that before")
     if replaced:
         problems.append(f"{listed(replaced)} were replaced after sparsify(): what was trained there is lost")
     return "; ".join(problems)

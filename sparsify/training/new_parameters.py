@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from sparsify.adapters.bottleneck import Adapter
-from sparsify.common.names import plain_model, plain_name
+from sparsify.common.names import base_name, input_table, plain_model, plain_name
 from sparsify.delta import hub
 from sparsify.delta.checkpoint.reader import Checkpoint
+from sparsify.delta.entries import is_resized
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
 
@@ -61,17 +63,32 @@ def _added_by_peft(module: nn.Module) -> list[Any]:
     return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
 
 
+def find_resized(model: nn.Module) -> list[str]:
+    """Finds parameters and buffers with another number of tokens than in the model's checkpoint, as PEFT does."""
+    table, checkpoint, found = input_table(model), _checkpoint(model), list[str]()
+    if table is None or checkpoint is None:
+        return found
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        with suppress(SparsifyError):  # it is not in the checkpoint, or converted
+            if len(table) in tensor.shape and is_resized(tensor.shape, checkpoint.layout(base_name(name)).shape):
+                found.append(name)
+    return found
+
+
 def _missing_in_checkpoint(model: nn.Module) -> list[str]:
     """Names of the parameters that a transformers model's checkpoint lacks; none where the checkpoint is not here."""
-    inner = plain_model(model)
-    config = getattr(inner, "config", None)
-    source = getattr(config, "_name_or_path", None)
-    if not isinstance(source, str) or not source or any(hasattr(m, "adapter_layer_names") for m in inner.modules()):
+    if any(hasattr(module, "adapter_layer_names") for module in plain_model(model).modules()):
         return []  # PEFT renames the base's own tensors; those that it adds are found without the checkpoint
-    here = Path(source).is_dir()
-    folder = Path(source) if here else hub.cached_folder(source, getattr(config, "_commit_hash", None))
     plain_names = {plain_name(name): name for name, _ in model.named_parameters()}
-    try:
-        return [] if folder is None else [plain_names[name] for name in Checkpoint(folder).lacking(plain_names)]
-    except (SparsifyError, OSError):
-        return []
+    checkpoint = _checkpoint(model)
+    return [] if checkpoint is None else [plain_names[name] for name in checkpoint.lacking(plain_names)]
+
+
+def _checkpoint(model: nn.Module) -> Checkpoint | None:
+    """The checkpoint that a transformers model was loaded from, if it is on this machine."""
+    config = getattr(plain_model(model), "config", None)
+    source, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
+    with suppress(SparsifyError, OSError):
+        folder = Path(source) if source and Path(source).is_dir() else hub.cached_folder(source or "", commit)
+        return None if folder is None else Checkpoint(folder)
+    return None

@@ -68,7 +68,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.files = _weight_files(self.path)
         self.stored: dict[str, Stored] = {}
         for file in self.files:
-            for name, stored in _read_header(file).items():
+            for name, stored in read_header(file).items():
                 if (first := self.stored.setdefault(name, stored)) is not stored:
                     places = f"`{first.file.name}` and in `{file.name}`"
                     raise SparsifyError(f"`{name}` is both in {places}: download or save it again.")
@@ -203,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, Stored]:
     """The places of the tensors of a safetensors file."""
     try:
         with safe_open(file, framework="pt", device="cpu"):
