@@ -194,9 +194,10 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     """Number of entries unmasked once ``step`` optimizer steps were done, by the schedule."""
     if not isinstance(engine.strategy.selection, Increment):
         return engine.unmasked  # all from the start
+    kept = engine.policy.kept
     if step == 0:
-        return 0
+        return kept
     if engine.steps is None:
         remedy = "set get_engine(model).steps to what it was in training."
         raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
-    return min(engine.unmasked, engine.policy.schedule.target(step - 1, engine.steps, engine.budget))
+    return min(engine.unmasked, kept + engine.policy.schedule.target(step - 1, engine.steps, engine.budget - kept))

@@ -44,6 +44,7 @@ def sparsify(
     target_modules: Pattern = None,
     exclude_modules: Pattern = None,
     modules_to_save: list[str] | None = None,
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None,
     calibration: Calibration | None = None,
     loss_fn: LossFunction | None = None,
     fresh_modules: Pattern = None,
@@ -74,6 +75,9 @@ def sparsify(
             layer, and never in a PEFT model.
         exclude_modules: modules to leave out, matched in the same way.
         modules_to_save: modules to train dense and save whole, apart from the budget: the usual place for a new head.
+        trainable_token_indices: tokens whose rows are trained whole from the start, in addition to the budget, as in
+            PEFT: a list for the input embeddings, or a list by name of an embedding or head. The table's other rows are
+            frozen.
         calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
             as dicts for the model's forward, or a function of the model that runs backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
@@ -98,33 +102,37 @@ def sparsify(
     schedule = resolve_schedule(schedule)
     check_steps(steps)
     _check_calibration(strategy, calibration, loss_fn)
-    targets = find_targets(model, target_modules, exclude_modules, modules_to_save)
+    targets = find_targets(model, target_modules, exclude_modules, modules_to_save, trainable_token_indices)
     if not isinstance(strategy, Strategy):
         _freeze_others(budget, targets)
         return model
     check_candidates(model, targets.candidates)
     tensors = mask_candidates(targets)
     check_possible(tensors, strategy)
+    selectable, device = [tensor for tensor in tensors if tensor.rows is None], tensors[0].parameter.device
+    ids = [tensor.never_candidates.to(device) + tensor.offset for tensor in tensors if tensor.rows]
+    kept = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *ids])
     if isinstance(strategy.selection, Given):
-        selected = find_given(tensors, strategy.selection.support, budget)
+        selected = find_given(selectable, strategy.selection.support, budget)
         number = capacity = selected.numel()
     else:
-        candidates = {tensor.name: tensor.num_candidates for tensor in tensors}
+        candidates = {tensor.name: tensor.num_candidates for tensor in selectable}
         number = resolve_budget(budget, strategy, candidates)
         capacity = resolve_capacity(number, strategy, schedule, steps, candidates)
-        selected = torch.empty(0, dtype=torch.int64, device=tensors[0].parameter.device)
+        selected = kept[:0]
     new_names = find_new(model, fresh_modules, targets.saved)
-    check_new(tensors, strategy, new_names)
+    check_new(selectable, strategy, new_names)
     resized = [name for name in find_resized(model) if name not in targets.saved]
     buffer_digests = digest_buffers(model) | dict.fromkeys(resized, "")  # stored whole, as what has changed
     if isinstance(strategy.selection, Static):
         dtype = values_dtype(tensors)
-        selected = select_static(model, tensors, strategy, number, dtype, seed, calibration, loss_fn)
+        selected = select_static(model, selectable, strategy, number, dtype, seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
-        zero_others(tensors, strategy.selection, selected)  # the pruned model is the base
+        zero_others(selectable, strategy.selection, selected)  # the pruned model is the base
+    more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
     install(
         Plan(
-            model, targets, tensors, strategy, schedule, steps, number, capacity, selected,
+            model, targets, tensors, strategy, schedule, steps, number + more, capacity + more, selected,
             (*new_names, *resized), buffer_digests, seed,
         )
     )  # fmt: skip
@@ -332,6 +340,8 @@ def _freeze_others(budget: int | float | None, targets: Targets) -> None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:
         raise SparsifyError(f"`{packed[0]}` is quantized and cannot be trained whole; train entries of it, or LoRA.")
+    if any(candidate.rows for candidate in targets.candidates):
+        raise SparsifyError('trainable_token_indices with strategy "full", which trains whole tables; leave one out.')
     for parameter in targets.frozen.values():
         parameter.requires_grad_(False)
 

@@ -123,7 +123,5 @@ def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn
 
 def frozen_row(owners: Owners) -> int | None:
     """Returns the row of a parameter that is no candidate: an embedding's ``padding_idx``."""
-    for module, attribute in owners:
-        if attribute == "weight" and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            return module.padding_idx
-    return None
+    rows = (each.padding_idx for each, name in owners if name == "weight" and isinstance(each, nn.Embedding))
+    return next((row for row in rows if row is not None), None)

@@ -58,6 +58,7 @@ class Policy:
 
     static = True  # whether the unmasked set never changes
     masked_only = True  # whether unmasked entries are no candidates
+    kept = 0  # entries of the budget that are trained from the start, and that no schedule counts
 
     def __init__(
         self, importance: Any, schedule: Schedule, tensors: Sequence[MaskedTensor], entries: Entries, budget: int,
@@ -108,4 +109,5 @@ class IncrementPolicy(Policy):
                 "one; pass steps= (optimizer steps, not batches) to sparsify(), set get_engine(model).steps, or give "
                 "the Hugging Face Trainer callbacks=[SparsifyCallback()]."
             )
-        return self.schedule.quota(self.entries.step, self.steps, self.budget, self.entries.count)
+        kept, entries = self.kept, self.entries
+        return self.schedule.quota(entries.step, self.steps, self.budget - kept, entries.count - kept)

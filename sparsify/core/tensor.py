@@ -76,6 +76,7 @@ class MaskedTensor:
     name: str  # its first name in the model's ``named_parameters``
     offset: int  # global id of its first entry: the number of entries in the tensors before it
     frozen_row: int | None = None  # a row that is no candidate (an embedding's padding row)
+    rows: tuple[int, ...] | None = None  # those that are trained whole from the start; no other is then trained
     collector: Any = None  # the TrainingStep (step.py) that takes the gradients
 
     is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
@@ -147,9 +148,8 @@ class MaskedTensor:
     @property
     def never_candidates(self) -> Tensor:
         """Flat indices, ascending, of the frozen row's entries."""
-        cols = 0 if self.frozen_row is None else self.shape[-1]
-        first = (self.frozen_row or 0) * cols
-        return torch.arange(first, first + cols, device=self.parameter.device)
+        row, cols = (0, 0) if self.frozen_row is None else (self.frozen_row, self.shape[-1])
+        return torch.arange(row * cols, (row + 1) * cols, device=self.parameter.device)
 
     @property
     def not_candidates(self) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
+from sparsify.core.devices import upload
+from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.tensor import MaskedTensor
 
 _HANDLES = itertools.count()
@@ -39,7 +41,26 @@ class ModelTensor(MaskedTensor):
     @property
     def num_candidates(self) -> int:
         """Number of entries that may be unmasked."""
+        if self.rows is not None:
+            return len(self.rows) * self.shape[-1]
         return self.numel - (0 if self.frozen_row is None else self.shape[-1])
+
+    @property
+    def never_candidates(self) -> Tensor:
+        """Flat indices, ascending, of the entries in the frozen row, or in the rows that are trained anyway."""
+        if self.rows is None:
+            return super().never_candidates
+        rows = upload(self.rows, self.parameter.device)
+        return (rows[:, None] * self.shape[-1] + torch.arange(self.shape[-1], device=rows.device)).flatten()
+
+    def of_rows(self, gradient: Gradient) -> Gradient:
+        """The part of a gradient that is of the trained ``rows``, if not all of it is."""
+        if self.rows is None:
+            return gradient
+        rows = upload(self.rows, gradient.device)
+        if isinstance(gradient, Product) and gradient.looked_up is None:
+            return DenseGradient(gradient.left[:, rows].t() @ gradient.right, rows)
+        return DenseGradient(gradient.take(self.never_candidates).view(rows.numel(), -1), rows)
 
     @property
     def weight(self) -> Tensor:

@@ -118,7 +118,7 @@ class RepeatPolicy(Policy):
         return True
 
     def quota(self) -> int:
-        return self.budget
+        return self.budget - self.kept
 
     def unmask(self, winners: Winners) -> Winners:
         ids, first, capacity = super().unmask(winners).ids, self.entries.count, self.entries.values.numel()
@@ -126,6 +126,7 @@ class RepeatPolicy(Policy):
         new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: capacity - first]
         self.active = torch.zeros(capacity, dtype=torch.bool, device=winners.grads.device)
         self.active[:first] = torch.isin(touched, ids)
+        self.active[: self.kept] = True
         self.active[first : first + new.numel()] = True
         return Winners(ids[new], winners.grads[new])
 

@@ -92,7 +92,7 @@ def rank_by_scores(
     Entries without a finite score are none of them, nor are unmasked ones with ``masked_only``.
     """
     for tensor in tensors:
-        if importance.covers(tensor.name):
+        if importance.covers(tensor.name) and tensor.rows is None:
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
             scores = _scores(tensor, importance, seed, totals[tensor] if totals else None)
             offer_scores(topk, scores, tensor.offset, excluded)

@@ -9,16 +9,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import mul
+from typing import Any
 
 from torch import nn
 
-from sparsify.common.names import listed
+from sparsify.common.names import input_table, listed
 from sparsify.common.quantized import is_quantized
 from sparsify.errors import SparsifyError
 
 ALL_LINEAR = "all-linear"
 PEFT_SAVED = "modules_to_save"  # the component of a module's name under which PEFT keeps its dense modules
+_TOKENS = "trainable_token_indices"
 Pattern = str | list[str] | tuple[str, ...] | set[str] | None
+TokenIndices = list[int] | dict[str, list[int]] | None
 Owner = tuple[str, nn.Module, str]  # module name, module, attribute
 
 
@@ -29,6 +32,7 @@ class Candidate:
     name: str  # its first one in ``named_parameters``
     parameter: nn.Parameter
     owners: tuple[Owner, ...]  # every place that holds it; several where weights are tied
+    rows: tuple[int, ...] | None = None  # of chosen tokens, trained whole, while the others are frozen
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Targets:
 
 def find_targets(
     model: nn.Module, target_modules: Pattern = None, exclude_modules: Pattern = None,
-    modules_to_save: list[str] | None = None,
+    modules_to_save: list[str] | None = None, token_indices: TokenIndices = None,
 ) -> Targets:  # fmt: skip
     """Sorts the parameters that require grad into candidates, dense ones and those to freeze.
 
@@ -59,6 +63,7 @@ def find_targets(
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
     dense = to_save | {name for name in modules if PEFT_SAVED in name.split(".")}
     targeted -= excluded | dense
+    rows = _find_rows(model, token_indices, modules, dense)
     takes_quantized = target_modules is not None and not _is_peft(modules)
     owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
     for module_name, module in modules.items():
@@ -80,18 +85,44 @@ def find_targets(
                     f"of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
                 )
         can_train = parameter.requires_grad or (packed and takes_quantized)
-        if can_train and holders & targeted and not holders & dense:
-            candidates.append(Candidate(name, parameter, tuple(places)))
+        if parameter in rows or (can_train and holders & targeted and not holders & dense):
+            candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:
             (saved if holders & dense else frozen)[name] = parameter
 
-    if not candidates:
+    if all(candidate.rows for candidate in candidates):
         raise SparsifyError(_nothing_left(owners, target_modules))
     if target_modules is not None:
         _warn_of_frozen({name for name in targeted if modules[name]._parameters}, candidates)
     elif quantized and not _is_peft(modules):
         _warn_of_quantized(quantized, owners)
     return Targets(tuple(candidates), saved, frozen)
+
+
+def _find_rows(
+    model: nn.Module, tokens: TokenIndices, modules: Mapping[str, nn.Module], dense: set[str]
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The rows of ``trainable_token_indices`` by the table that has them, as in PEFT's LoraConfig."""
+    rows: dict[nn.Parameter, tuple[int, ...]] = {}
+    if tokens is not None and not isinstance(tokens, dict):
+        table = input_table(model)
+        tokens = {next((n for n, m in modules.items() if m._parameters.get("weight") is table), "embed_tokens"): tokens}
+    for suffix, chosen in (tokens or {}).items():
+        for name in sorted(match_modules(model, [suffix], _TOKENS)):
+            module, padding = modules[name], getattr(modules[name], "padding_idx", None)
+            weight: Any = module._parameters.get("weight")
+            is_table = isinstance(module, (nn.Embedding, nn.Linear)) and weight is not None and not is_quantized(weight)
+            if not is_table or name in dense:
+                problem = "trained whole by modules_to_save" if is_table else "no plain embedding or output layer"
+                raise SparsifyError(f"{_TOKENS}: `{name}` ({type(module).__name__}) is {problem}; leave it out.")
+            given, size = chosen if isinstance(chosen, (list, tuple)) else [], len(weight)
+            own = tuple(sorted({t for t in given if type(t) is int and 0 <= t < size and t != padding}))
+            if not own or len(own) < len(given) or rows.setdefault(weight, own) != own:
+                raise SparsifyError(
+                    f"{_TOKENS}={tokens!r:.200}; expected for `{name}` a list of different tokens from 0 to "
+                    f"{size - 1:,}, without its padding_idx ({padding}), and for tied tables one and the same."
+                )
+    return rows
 
 
 def _nothing_left(parameters: Iterable[nn.Parameter], target_modules: Pattern) -> str:

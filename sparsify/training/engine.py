@@ -84,6 +84,7 @@ class Engine(TrainingStep):
             plan.tensors, entries,
             policy(importance, plan.schedule, plan.tensors, entries, plan.budget, plan.steps, self._select),
         )  # fmt: skip
+        self.policy.kept = sum(tensor.num_candidates for tensor in plan.tensors if tensor.rows)
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
         self.dense_names = tuple(plan.targets.saved)
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
@@ -218,9 +219,9 @@ class Engine(TrainingStep):
         settings = strategy, policy.schedule, policy.steps, policy.budget, self.values.numel(), self.seed
         check_ranks_alike(self, self.ranks, settings)
 
-    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
         with self._section(COLLECT, gradient.device):
-            super().collect(tensor, gradient)
+            super().collect(tensor, tensor.of_rows(gradient))
 
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):

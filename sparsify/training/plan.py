@@ -52,7 +52,7 @@ def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:
     for number, candidate in enumerate(targets.candidates):
         (owner, attribute), *_ = owners = [owner[1:] for owner in candidate.owners]
         kind = QuantizedTensor if is_quantized(candidate.parameter) else ModelTensor
-        tensors.append(kind(number, owner, attribute, candidate.name, offset, frozen_row(owners)))
+        tensors.append(kind(number, owner, attribute, candidate.name, offset, frozen_row(owners), candidate.rows))
         offset += tensors[-1].numel
     return tuple(tensors)
 

@@ -34,7 +34,8 @@ _SIZE = 512  # bytes for the settings: the steps may become known in one copy of
 def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.policy.schedule
-    names = hashlib.sha256(repr([(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors]).encode()).hexdigest()
+    shapes = [(t.name, tuple(t.shape), *([] if t.rows is None else [t.rows])) for t in engine.tensors]
+    names = hashlib.sha256(repr(shapes).encode()).hexdigest()
     candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
     settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
     if isinstance(strategy.selection, Increment):
@@ -92,8 +93,9 @@ def extend(
         )
     if engine.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
-    candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors}
-    new_budget = engine.budget if budget is None else resolve_budget(budget, engine.strategy, candidates)
+    candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors if tensor.rows is None}
+    kept = engine.policy.kept
+    new_budget = engine.budget if budget is None else kept + resolve_budget(budget, engine.strategy, candidates)
     new_steps = engine.steps if steps is None else steps
     check_steps(steps)
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
@@ -101,7 +103,8 @@ def extend(
             f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
             f"steps={engine.steps}; expected no less of either."
         )
-    capacity = resolve_capacity(new_budget, engine.strategy, engine.policy.schedule, new_steps, candidates)
+    schedule = engine.policy.schedule
+    capacity = kept + resolve_capacity(new_budget - kept, engine.strategy, schedule, new_steps, candidates)
     is_longer = capacity > engine.values.numel()
     if engine.sharded and is_longer:
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")

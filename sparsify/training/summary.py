@@ -234,8 +234,9 @@ def _expected(engine: Engine) -> int:
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
+    kept = engine.policy.kept
     begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
-        return 0
-    target = engine.policy.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget)
-    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
+        return kept
+    target = engine.policy.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget - kept)
+    return max(kept + target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
