@@ -65,13 +65,16 @@ def _added_by_peft(module: nn.Module) -> list[Any]:
 
 def find_resized(model: nn.Module) -> list[str]:
     """Finds parameters and buffers with another number of tokens than in the model's checkpoint, as PEFT does."""
-    table, checkpoint, found = input_table(model), _checkpoint(model), list[str]()
-    if table is None or checkpoint is None:
-        return found
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        with suppress(SparsifyError):  # it is not in the checkpoint, or converted
-            if len(table) in tensor.shape and is_resized(tensor.shape, checkpoint.layout(base_name(name)).shape):
-                found.append(name)
+    found = list[str]()
+    for prefix, module in model.named_modules():
+        if (table := input_table(module)) is None or (checkpoint := _checkpoint(module)) is None:
+            continue
+        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+            own = base_name(name.removeprefix(f"{prefix}."))
+            with suppress(SparsifyError):  # it is not in the checkpoint, or converted
+                if len(table) in tensor.shape and is_resized(tensor.shape, checkpoint.layout(own).shape):
+                    found.append(name)
+        break  # what is within it was loaded with it
     return found
 
 

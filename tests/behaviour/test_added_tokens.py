@@ -13,6 +13,7 @@ from sparsify.cli import commands
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.strategies.importance import Magnitude
 from sparsify.strategies.strategy import Increment
+from sparsify.training.new_parameters import find_resized
 
 OLD, STEPS = 40, 3
 SIZES = {**_SIZES, "intermediate_size": 24}
@@ -100,6 +101,11 @@ def test_a_model_that_is_resized_after_sparsify_is_named(tmp_path):
     model.resize_token_embeddings(OLD + 2)
     with pytest.warns(UserWarning, match="lm_head.weight were resized after sparsify"):
         SparseDelta.from_model(train(model))
+
+
+def test_a_resized_model_is_found_within_another_one(tmp_path):
+    names = ["0.lm_head.weight", "0.model.embed_tokens.weight"]
+    assert sorted(find_resized(torch.nn.Sequential(Added(tmp_path).load(1)))) == names
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
