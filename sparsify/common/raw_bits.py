@@ -22,7 +22,10 @@ def digest(values: Tensor) -> str:
     as_bytes = values.contiguous().view(torch.uint8)
     if sys.byteorder == "big":
         as_bytes = as_bytes.view(-1, values.element_size()).flip(1).contiguous()
-    return hashlib.sha256(as_bytes.numpy().data).hexdigest()
+    sha256 = hashlib.sha256()
+    for part in as_bytes.split(1 << 24):
+        sha256.update(part.clone().numpy().data)  # numpy() would keep the tensor's own storage from being resized
+    return sha256.hexdigest()
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -15,10 +15,9 @@ from sparsify.core.module import TENSORS, MaskedModule
 from sparsify.core.optimizer import LISTENING, listen
 from sparsify.core.policy import Policy
 from sparsify.core.step import TrainingStep
-from sparsify.core.taps import ReadParameters, tap_parameters, untap_parameters
+from sparsify.core.taps import MaskedParameter, ReadParameters
 from sparsify.core.tensor import MaskedTensor
 
-HOOKS = "_masked_hooks"  # attribute of a module in the generic form: the handles of its hooks
 Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
 
 
@@ -84,15 +83,11 @@ def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
 
 
 def mark(module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Module] | None) -> None:
-    """Gives a module its masked tensors, and a masked class or, without one, the hooks of the generic form."""
+    """Gives a module its masked tensors, and a masked class if it has one."""
     module.__dict__[TENSORS] = tensors
-    readable = {attribute: tensor for attribute, tensor in tensors.items() if not tensor.is_quantized}
-    module.__dict__["_parameters"] = ReadParameters(module._parameters, readable)
+    module.__dict__["_parameters"] = ReadParameters(module._parameters, dict(tensors))
     if masked is not None:
         module.__class__ = masked
-    else:
-        tap = module.register_forward_pre_hook(tap_parameters, prepend=True)
-        module.__dict__[HOOKS] = tap, module.register_forward_hook(untap_parameters, always_call=True)
 
 
 def unmark(module: nn.Module) -> None:
@@ -101,14 +96,15 @@ def unmark(module: nn.Module) -> None:
         return
     if isinstance(module, MaskedModule):
         module.__class__ = module.plain_class  # type: ignore[assignment]
-    for handle in module.__dict__.pop(HOOKS, ()):
-        handle.remove()
     module.__dict__["_parameters"] = dict(module._parameters)
+    for parameter in module._parameters.values():
+        if type(parameter) is MaskedParameter:
+            parameter.__class__ = nn.Parameter
     del module.__dict__[TENSORS]
 
 
 def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
-    """Returns the masked form of exactly this class; ``None`` for the generic form."""
+    """Returns the masked form of exactly this class; ``None`` where its class stays."""
     if "forward" in module.__dict__:  # replaced on the instance, as accelerate's hooks do
         return None
     if "weight" not in module._parameters or not module._parameters.keys() <= {"weight", "bias"}:

@@ -23,18 +23,20 @@ def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
 
     Returns:
         By attribute name the parameter, detached, since PEFT, for one, sets ``requires_grad`` again; and its use,
-        ``None`` where no gradient will be collected.
+        ``None`` where no gradient will be collected. A tensor that ``functional_call()`` has put in its place is
+        returned as it is.
     """
     tensors, parameters = module.__dict__[TENSORS], module._parameters
     first: MaskedTensor = next(iter(tensors.values()))
     uses = first.collector.uses(tensors.values())
     found = {}
-    for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
-        parameter: Any = parameters.get(attribute)
-        # FSDP1 shows the whole weight here, and its owner's shard
-        if parameter is None or tensor.owner._parameters.get(tensor.attribute, parameter).shape != tensor.shape:
-            tensor.check_shape(parameter)
-        found[attribute] = parameter.detach(), use
+    with torch._C.DisableTorchFunctionSubclass():  # which takes longer than the use
+        for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
+            parameter: Any = parameters.get(attribute)
+            if parameter is None or tensor.shape_now != tensor.shape:
+                tensor.check_shape(parameter)
+            replaced = parameter is not parameters.own.get(attribute)
+            found[attribute] = (parameter, None) if replaced else (parameter.detach(), use)
     return found
 
 

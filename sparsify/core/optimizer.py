@@ -11,7 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsify.core.entries import VALUES
 from sparsify.core.step import TrainingStep
-from sparsify.errors import SparsifyError
 
 LISTENING: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # are told of optimizer steps for as long as they live
 _HOOKS: list[Any] = []
@@ -38,15 +37,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not LISTENING:
         return
-    held, errors = set(map(id, parameters_of(optimizer))), []
+    held = set(map(id, parameters_of(optimizer)))
     steps = [step for step in listening() if id(step.entries.values) in held and step.entries.values.grad is not None]
     found_inf = getattr(optimizer, "found_inf", None)  # GradScaler's word to a fused one to leave the parameters alone
     if not steps or (found_inf is not None and bool(found_inf)):
         return
     for step in steps:
-        try:
-            step.optimizer_stepped(optimizer)
-        except SparsifyError as error:  # the other models that this optimizer trains have stepped all the same
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        step.optimizer_stepped(optimizer)

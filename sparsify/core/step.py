@@ -96,9 +96,8 @@ class TrainingStep:
 
     pass_kind: type[Pass] = Pass
     compiled: Any = None  # computes the layers while torch.compile traces them
+    in_forward = False  # whether the model runs forward now, so that module.weight is a tap
     recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
-    in_forward = False  # whether the model runs forward now, so that reading a weight is a use of it
-    forward_pass = 0  # number of this thread's current, or last, forward pass of the model
 
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
         self.tensors, self.entries, self.policy = tensors, entries, policy
@@ -130,6 +129,10 @@ class TrainingStep:
         # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
         recomputed = torch._C._current_graph_task_id() != -1
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
+
+    def read(self, tensor: MaskedTensor) -> Use | None:
+        """Counts a use of a tensor by anything but a masked layer."""
+        return self.uses([tensor])[0]
 
     def root_anchor(self) -> Tensor:
         """(1,) that of the flat delta as it is now."""

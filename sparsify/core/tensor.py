@@ -91,9 +91,8 @@ class MaskedTensor:
 
     @property
     def parameter(self) -> Tensor:
-        parameter = self.owner._parameters.get(self.attribute)
-        assert parameter is not None
-        return parameter
+        parameters: Any = self.owner._parameters
+        return getattr(parameters, "own", parameters)[self.attribute]
 
     @property
     def shape_now(self) -> torch.Size:

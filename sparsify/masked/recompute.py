@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.module import masked_tensors
+from sparsify.core.module import MaskedModule, masked_tensors
 
 _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not save it
 _MARK = "sparsify_mark"  # in the metadata of any node: identifies it without keeping its graph alive
@@ -50,16 +50,22 @@ def release_memory() -> None:
             _LAST.pop(place, None)
 
 
-def note_epsilon(module: Any, args: Any, output: Tensor) -> None:
-    """Forward hook: records an ``nn.LayerNorm``'s epsilon in its output's node, so that it can be recomputed.
+class MaskedLayerNorm(MaskedModule, nn.LayerNorm):
+    """An ``nn.LayerNorm`` that records its epsilon in its output's node, so that it can be recomputed.
 
     Not under FSDP2, which may have freed the norm's weight when a layer in another block computes its input again.
     """
-    if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:
-        return
-    if not any(is_fully_sharded(tensor.collector.entries.root) for tensor in masked_tensors(module).values()):
-        node: Any = output.grad_fn
-        node.metadata[_EPS] = module.eps
+
+    plain_class = nn.LayerNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:
+            return output
+        if not any(is_fully_sharded(tensor.collector.entries.root) for tensor in masked_tensors(self).values()):
+            node: Any = output.grad_fn
+            node.metadata[_EPS] = self.eps
+        return output
 
 
 def recomputable(x: Tensor) -> Callable[[], Tensor] | None:

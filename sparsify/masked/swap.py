@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
-from sparsify.core.install import HOOKS, mark, masked_class
+from sparsify.core.install import mark, masked_class
 from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import MaskedPackedLinear
-from sparsify.masked.recompute import note_epsilon
-
-UNTAP = -1  # key of the hook that drops taps; those that torch gives out are not negative
+from sparsify.masked.recompute import MaskedLayerNorm
 
 # full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -93,26 +91,18 @@ def _foreign_problem(module: nn.Module) -> str | None:
 
 def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
-    masked = _masked_class(module, tensors)
-    mark(module, tensors, masked)
-    if masked is not None:
-        return
-    untap = module.__dict__[HOOKS][1]
-    hooks: Any
-    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-        hooks[UNTAP] = hooks.pop(untap.id)  # torch.compile recompiles a layer for another key
-    untap.id = UNTAP
-    if getattr(type(module), "forward", None) is nn.LayerNorm.forward:
-        module.__dict__[HOOKS] += (module.register_forward_hook(note_epsilon),)
+    mark(module, tensors, _masked_class(module, tensors))
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
-    """Returns the masked form of exactly this class; ``None`` for the generic form."""
+    """Returns the masked form of exactly this class; ``None`` where its class stays."""
     if any(tensor.is_quantized for tensor in tensors.values()):
         return _quantized_class(module)
     if type(module) is nn.ParameterList:
         return MaskedParameterList
     is_plain = "forward" not in module.__dict__ and module._parameters.keys() <= {"weight", "bias"}
+    if type(module) is nn.LayerNorm and is_plain:
+        return MaskedLayerNorm
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils" and is_plain:
         from sparsify.masked.conv1d import MaskedConv1D
 

@@ -84,7 +84,7 @@ def find_targets(
                     f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole: leave it out "
                     f"of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
                 )
-        can_train = parameter.requires_grad or (packed and takes_quantized)
+        can_train = (parameter.requires_grad and parameter.numel()) or (packed and takes_quantized)
         if parameter in rows or (can_train and holders & targeted and not holders & dense):
             candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sparsify.common.interrupts import uninterrupted
@@ -22,7 +22,7 @@ from sparsify.common.names import listed
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
-from sparsify.core.entries import count_by_tensor
+from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen
 from sparsify.core.policy import Policy
@@ -47,7 +47,7 @@ from sparsify.training.optimizer_steps import (
 from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import agree, check_ranks_alike
 from sparsify.training.sharding import read_base
-from sparsify.training.weights import EffectiveWeights
+from sparsify.training.weights import EffectiveWeights, check_trained
 
 OVERLAPPING = (
     "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
@@ -62,7 +62,6 @@ class _Forward(threading.local):
     """The root's forward passes in one thread."""
 
     depth = 0  # number of nested ones that have begun and not ended
-    number = 0  # number of those that have begun
 
 
 class Engine(TrainingStep):
@@ -96,8 +95,9 @@ class Engine(TrainingStep):
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int]] = {}  # of backward passes: thread, and number of entries unmasked then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
-        self._forward, self._traced = _Forward(), False  # whether dynamo traces the root's forward
+        self._forward = _Forward()
         self._counted_by_hook = False  # whether the last step was
+        self._warned_of_read = False
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
@@ -164,28 +164,21 @@ class Engine(TrainingStep):
     @property
     def in_forward(self) -> bool:  # type: ignore[override]
         """Whether the root runs forward, or a part of it is recomputed."""
-        return self._traced or self._forward.depth > 0 or torch._C._current_graph_task_id() != -1
-
-    @property
-    def forward_pass(self) -> int:  # type: ignore[override]
-        return self._forward.number
+        return self._forward.depth > 0 or torch._C._current_graph_task_id() != -1
 
     def enter(self) -> None:
         """The root's forward begins: refreshes the weights and makes a root anchor for compiled parts."""
         if torch.compiler.is_dynamo_compiling():
             self.compiled.enter()
-            self._traced = True
         else:
             self.weights.freeze()
             self.refresh()
             self.root_anchor()
-            self._forward.number += 1
             self._forward.depth += 1
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
         self.compiled.leave()
-        self._traced = False
         if not torch.compiler.is_dynamo_compiling():
             self._forward.depth = max(0, self._forward.depth - 1)
 
@@ -194,10 +187,27 @@ class Engine(TrainingStep):
             check_not_exported()
         return super().uses(tensors)
 
+    def read(self, tensor: MaskedTensor) -> Use | None:
+        use = super().read(tensor)
+        outside = not self._forward.depth and isinstance(tensor.owner, (nn.Linear, nn.Embedding))
+        if use is not None and outside and not self._warned_of_read and torch._C._current_graph_task_id() == -1:
+            self._warned_of_read = True
+            warnings.warn(
+                f"`{tensor.name}` was read outside of the model's forward, as by a loss or a penalty of your own: its "
+                "gradient is right, but computed whole, as in full fine-tuning, where a call of its module computes "
+                "only what is needed. This is said once.",
+                stacklevel=4,
+            )
+        return use
+
     # -------------------------------------------------------------------------------- backward
 
     def start_pass(self, graph: int) -> Pass:
-        self.weights.check_trained("backward()")
+        if VALUES not in self.root._parameters:
+            raise SparsifyError(
+                "this graph was built before desparsify(): compute the loss again, whose backward is the plain model's."
+            )
+        check_trained(self, "backward()")
         self.catch_up()
         note_values(self)
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
@@ -280,7 +290,6 @@ class Engine(TrainingStep):
         if optimizer is not None and was_counted(self, optimizer):
             self.refresh()
             return
-        self.weights.check_trained("optimizer.step()")
         self._warn_of_unreached()
         with uninterrupted():
             note_counted(self)
@@ -299,6 +308,7 @@ class Engine(TrainingStep):
                 "this optimizer step was counted already: the optimizer is one of torch.optim's, or derives from it, "
                 "and tells of its steps by itself; leave optimizer_stepped(model) out."
             )
+        check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
 
     def catch_up(self) -> None:
@@ -360,8 +370,7 @@ class Engine(TrainingStep):
     def _warn_of_unreached(self) -> None:
         if self.reached is None:
             return
-        growing = self.policy.growing()
-        expected = [tensor for tensor in self.tensors if growing or tensor.count]
+        expected = [tensor for tensor in self.tensors if not self.policy.static or tensor.count]
         names = [tensor.name for tensor in expected if tensor not in self.reached]
         if names:
             warnings.warn(

@@ -33,6 +33,7 @@ from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
 from sparsify.training.new_parameters import find_resized
+from sparsify.training.weights import check_trained
 
 UNKNOWN_VALUES = (
     "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
@@ -193,7 +194,7 @@ def is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
 
 def prepare(engine: Engine, call: str) -> None:
     """Brings the trained weights in place for ``call``; raises where the flat delta makes no sense."""
-    engine.weights.check_trained(call)
+    check_trained(engine, call)
     engine.refresh()
     free = engine.values.detach()[engine.unmasked :]
     if bool(free.any()):

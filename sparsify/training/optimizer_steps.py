@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sparsify.core.optimizer import listening, parameters_of
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
+from sparsify.training.weights import check_trained
 
 
 class _Step:
@@ -114,6 +115,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     held = set(map(id, parameters_of(optimizer)))
     for step in steps:
         values = step.entries.values
+        if id(values) in held and values.grad is not None:
+            check_trained(step, "optimizer.step()")
         if not step.passes or id(values) in held:
             continue
         replaced = (known() for known in _KNOWN.get(step, [])[:-1])

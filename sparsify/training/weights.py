@@ -32,6 +32,10 @@ OFFLOADED = (
     "and dispatch_model() do, and its trained values would be lost. Take that back "
     "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
 )
+REPLACED = (
+    "`{name}` was replaced after sparsify() by another tensor, which is in no delta: put new values into it in place "
+    "(with torch.no_grad(): parameter.copy_(values)), or make the model anew and call sparsify() afterwards."
+)
 
 
 class BaseWeights(AbstractContextManager[Model]):
@@ -106,11 +110,14 @@ class EffectiveWeights:
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
         """Writes base + delta into the weights, except into those of some tensors."""
         tensors, values = self._tensors, self._entries.values.detach()
+        # an optimizer step that is compiled traces this, and an address means nothing to a graph
+        traced = torch.compiler.is_dynamo_compiling()
+        for tensor in () if traced else tensors:
+            if tensor.owner._parameters.get(tensor.attribute) is not tensor.parameter:
+                raise SparsifyError(REPLACED.format(name=tensor.name))
         check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        # an optimizer step that is compiled traces this, and an address means nothing to a graph
-        traced = torch.compiler.is_dynamo_compiling()
         if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, tensors)):
             self._scatter(seen=True)
             self._addresses = self._addresses_now()
@@ -162,12 +169,13 @@ class EffectiveWeights:
 
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
-        for tensor in self._tensors:
-            parameter: Any = tensor.owner._parameters.get(tensor.attribute)
-            if parameter.is_meta:
-                raise SparsifyError(OFFLOADED.format(name=tensor.name))
-            if parameter.requires_grad and parameter.is_leaf:
-                parameter.requires_grad_(False)
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in self._tensors:
+                parameter = tensor.parameter
+                if parameter.is_meta:
+                    raise SparsifyError(OFFLOADED.format(name=tensor.name))
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
 
     def write_base(self) -> None:
         self.reshard()
@@ -195,10 +203,11 @@ class EffectiveWeights:
         if is_fully_sharded(self._entries.root):
             reshard(self._entries.root)
 
-    def check_trained(self, call: str) -> None:
-        """Raises where they are the pretrained ones for now, and ``call`` needs the trained ones."""
-        if self.step.paused:
-            raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
+
+def check_trained(step: TrainingStep, call: str) -> None:
+    """Raises where the weights are the pretrained ones for now, and ``call`` needs the trained ones."""
+    if step.paused:
+        raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
 
 def _can_scatter(tensor: MaskedTensor) -> bool:

@@ -14,7 +14,7 @@ from sparsify.masked.tensor import ModelTensor
 
 
 class Recorder:
-    recompute, compiled, in_forward, forward_pass = staticmethod(recomputable), None, False, 0
+    recompute, compiled, in_forward = staticmethod(recomputable), None, False
 
     def __init__(self, sizes):
         self.gradients, self.begun = {}, []
@@ -25,6 +25,9 @@ class Recorder:
     def uses(self, tensors):
         root, listening = torch.zeros((), requires_grad=True), self.listening and torch.is_grad_enabled()
         return [Use(tensor, root) if listening else None for tensor in tensors]
+
+    def read(self, tensor):
+        return self.uses([tensor])[0]
 
     def begin(self, tensor, root):
         self.begun.append(tensor.name)

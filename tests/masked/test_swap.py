@@ -10,6 +10,7 @@ from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_engine, opti
 from sparsify import summary as summary_of
 from sparsify.core.install import unmark
 from sparsify.masked.conv1d import MaskedConv1D
+from sparsify.masked.recompute import MaskedLayerNorm
 from sparsify.masked.swap import MaskedParameterList
 
 DIM = 4
@@ -24,7 +25,7 @@ MODULES = {
     "Conv1D": (lambda: Conv1D(3, DIM), MaskedConv1D),
     "Embedding": (lambda: nn.Embedding(6, DIM), MaskedEmbedding),
     "Embedding by frequency": (lambda: nn.Embedding(6, DIM, scale_grad_by_freq=True), nn.Embedding),
-    "LayerNorm": (lambda: nn.LayerNorm(DIM), nn.LayerNorm),
+    "LayerNorm": (lambda: nn.LayerNorm(DIM), MaskedLayerNorm),
     "subclass": (lambda: OwnLinear(DIM, 3), OwnLinear),
 }
 

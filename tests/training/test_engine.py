@@ -188,9 +188,10 @@ def test_base_weights_are_for_forward_passes_only(mlp):
             SparseDelta.from_model(model)
         with pytest.raises(SparsifyError, match=r"verify=True\) inside base_weights"):
             summary(model, verify=True)
-        model.sparse_values.grad = torch.zeros(BUDGET)
+        model.sparse_values.grad, before = torch.ones(BUDGET), model.sparse_values.detach().clone()
         with pytest.raises(SparsifyError, match=r"optimizer\.step\(\) inside base_weights\(\)"):
             optimizer.step()
+        assert torch.equal(model.sparse_values, before)
 
 
 def live_storages():

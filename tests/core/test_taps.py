@@ -1,0 +1,165 @@
+"""Masked parameters that are read by anything but their own layer get the gradients that they have in plain torch."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from recorder import model_gradients, sparsify_fully
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from sparsify import desparsify, sparsify
+from sparsify.errors import SparsifyError
+
+DIM = 4
+
+
+class Model(nn.Module):
+    """``rule(model, hidden)`` is the part of its forward that reads weights in a way of its own."""
+
+    def __init__(self, rule=None):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(6, DIM), nn.LayerNorm(DIM)
+        self.layer, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.full((DIM,), 1.5))
+        self.rule = rule
+
+    def hidden(self, ids):
+        return self.norm(torch.tanh(self.layer(self.table(ids))))
+
+    def forward(self, ids):
+        hidden = self.hidden(ids)
+        return (hidden if self.rule is None else self.rule(self, hidden)).square().sum()
+
+
+def squares(parameters):
+    return sum(parameter.square().sum() for parameter in parameters)
+
+
+def functional(module, **replaced):
+    return lambda hidden: functional_call(module, replaced, (hidden,))
+
+
+IN_FORWARD = {
+    "attribute": lambda m, h: h @ m.table.weight.T,
+    "get_parameter": lambda m, h: h @ m.get_parameter("layer.weight"),
+    "parameters": lambda m, h: h + squares(m.layer.parameters()),
+    "named_parameters": lambda m, h: h * dict(m.named_parameters())["norm.weight"],
+    "state_dict": lambda m, h: h @ m.state_dict(keep_vars=True)["layer.weight"],
+    "bias of another": lambda m, h: functional(m.layer, bias=m.layer.bias * m.scale)(h),
+    "weight of others": lambda m, h: functional(m.layer, weight=m.layer.weight + m.layer.weight @ m.layer.weight)(h),
+    "weight made in forward": lambda m, h: functional(m.layer, weight=m.layer(h)[:DIM])(h),
+    "norm": lambda m, h: functional(m.norm, weight=m.norm.weight * m.scale)(h),
+    "own parameters": lambda m, h: functional(m.layer, **dict(m.layer.named_parameters()))(h),
+    "checkpointed": lambda m, h: checkpoint(lambda x: x * m.scale, h, use_reentrant=False),
+}
+OUTSIDE = {
+    "loss with the table as head": lambda m, ids: (m.hidden(ids) @ m.table.weight.T).square().sum(),
+    "penalty after the forward": lambda m, ids: m(ids) + squares(p for n, p in m.named_parameters() if n[:2] != "sp"),
+    "penalty before the forward": lambda m, ids: squares([*m.layer.parameters(), m.scale]) + m(ids),
+    "distance": lambda m, ids: m(ids) + (torch.cat([m.scale, m.layer.bias]) - 1).abs().sum(),
+    "in place": lambda m, ids: m(ids) * torch.ones(DIM).double().add_(m.scale).sum(),
+    "part of its forward": lambda m, ids: m.norm(m.table(ids)).square().sum(),
+}
+CALLS = {**{name: (rule, lambda m, ids: m(ids)) for name, rule in IN_FORWARD.items()}}
+CALLS |= {name: (None, loss) for name, loss in OUTSIDE.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*was read outside")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_weight_has_plain_torchs_gradient_wherever_it_is_read(name):
+    rule, loss = CALLS[name]
+    plain = Model(rule).double()
+    masked, ids = sparsify_fully(copy.deepcopy(plain)), torch.arange(6)
+    parameters = dict(masked.named_parameters())
+    for model in (plain, masked):
+        loss(model, ids).backward()
+    for tensor, gradient in model_gradients(masked).items():
+        expected = plain.get_parameter(tensor).grad
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected)
+    assert all(parameter is parameters[name] for name, parameter in masked.named_parameters())
+
+
+def test_a_weight_that_is_read_outside_of_the_forward_is_named_once():
+    model = sparsify(Model(), 10, steps=2)
+    with pytest.warns(UserWarning, match=r"`table\.weight` was read outside of the model's forward"):
+        OUTSIDE["loss with the table as head"](model, torch.arange(6)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OUTSIDE["loss with the table as head"](model, torch.arange(6)).backward()
+
+
+@pytest.mark.parametrize("name", ["table.weight", "layer.weight", "layer.bias", "norm.weight", "scale"])
+@pytest.mark.parametrize("make", [lambda outer: outer, lambda outer: 2 * outer], ids=["leaf", "computed"])
+def test_weights_from_outside_get_their_gradient(name, make):
+    plain, ids, gradients = Model(IN_FORWARD["attribute"]), torch.arange(6), []
+    masked = sparsify(copy.deepcopy(plain), 10, steps=2)
+    for model in (plain, masked):
+        outer = nn.Parameter(
+            torch.linspace(-1, 1, plain.get_parameter(name).numel()).view_as(plain.get_parameter(name))
+        )
+        functional_call(model, {name: make(outer)}, (ids,)).backward()
+        gradients.append(outer.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_masked_parameter_is_an_ordinary_one_to_what_looks_at_it():
+    model = sparsify(Model(), 10, "pafi")
+    weight = model.layer.weight
+    assert isinstance(weight, nn.Parameter)
+    assert not weight.requires_grad
+    assert weight.to(torch.float32) is weight.cpu() is weight
+    assert type(weight.detach()) is type(weight.data) is torch.Tensor
+    assert not nn.Parameter(weight, requires_grad=False).requires_grad
+    assert weight.numpy().shape == (DIM, DIM)
+    assert torch.equal(copy.deepcopy(weight), weight)
+    file = io.BytesIO()
+    torch.save([weight], file)
+    assert len(file.getvalue()) < 5000, "the model came along"
+    file.seek(0)
+    assert type(torch.load(file)[0]) is nn.Parameter
+    assert type(desparsify(model).layer.weight) is nn.Parameter
+
+
+def test_a_module_may_checkpoint_over_its_own_parameter_after_the_budget_is_spent():
+    model = sparsify(Model(IN_FORWARD["checkpointed"]), 2, steps=1, exclude_modules=["norm"])
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.01)
+    for _ in range(3):
+        model(torch.arange(6)).backward()
+        optimizer.step()
+
+
+def test_buffers_can_still_be_resized_in_place():
+    model = nn.Linear(DIM, DIM)
+    model.register_buffer("seen", torch.empty(0))
+    sparsify(model, 5, "pafi")
+    assert model.seen.resize_(7).numel() == 7
+
+
+def test_a_parameter_that_is_replaced_for_good_is_refused_by_name():
+    model = sparsify(Model(), 10, "pafi")
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    model.layer.weight = nn.Parameter(torch.zeros(DIM, DIM))
+    model(torch.arange(6)).backward()
+    with pytest.raises(SparsifyError, match=r"`layer\.weight` was replaced after sparsify"):
+        optimizer.step()
+
+
+def test_a_graph_that_was_built_before_desparsify_is_refused():
+    model = sparsify(Model(), 10, steps=2)
+    loss = model(torch.arange(6))
+    desparsify(model)
+    with pytest.raises(SparsifyError, match=r"built before desparsify\(\)"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(DIM, 0), (0, DIM)])
+@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+def test_layers_without_inputs_or_outputs_change_nothing(inputs, outputs, strategy):
+    model = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(inputs, outputs)])
+    sparsify(model, 5, strategy, steps=2 if strategy == "id3" else None)
+    x = torch.randn(3, DIM)
+    (model[0](x).square().sum() + model[1](x[:, :inputs]).square().sum()).backward()
+    assert model.sparse_values.grad.any()
