@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from sparsify.core.module import TENSORS, MaskedModule
 from sparsify.core.optimizer import LISTENING, listen
 from sparsify.core.policy import Policy
 from sparsify.core.step import TrainingStep
-from sparsify.core.taps import MaskedParameter, ReadParameters
+from sparsify.core.taps import ReadParameters
 from sparsify.core.tensor import MaskedTensor
 
 Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
@@ -82,10 +83,13 @@ def values_dtype(tensors: Sequence[MaskedTensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def mark(module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Module] | None) -> None:
+def mark(
+    module: nn.Module, tensors: dict[str, MaskedTensor], masked: type[nn.Module] | None,
+    parameters: type[ReadParameters] = ReadParameters,
+) -> None:  # fmt: skip
     """Gives a module its masked tensors, and a masked class if it has one."""
     module.__dict__[TENSORS] = tensors
-    module.__dict__["_parameters"] = ReadParameters(module._parameters, dict(tensors))
+    module.__dict__["_parameters"] = parameters(module._parameters, dict(tensors))
     if masked is not None:
         module.__class__ = masked
 
@@ -96,10 +100,8 @@ def unmark(module: nn.Module) -> None:
         return
     if isinstance(module, MaskedModule):
         module.__class__ = module.plain_class  # type: ignore[assignment]
-    module.__dict__["_parameters"] = dict(module._parameters)
-    for parameter in module._parameters.values():
-        if type(parameter) is MaskedParameter:
-            parameter.__class__ = nn.Parameter
+    parameters: Any = module._parameters  # ReadParameters
+    module.__dict__["_parameters"] = parameters.plain()
     del module.__dict__[TENSORS]
 
 

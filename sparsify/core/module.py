@@ -26,14 +26,15 @@ def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
         ``None`` where no gradient will be collected. A tensor that ``functional_call()`` has put in its place is
         returned as it is.
     """
-    tensors, parameters = module.__dict__[TENSORS], module._parameters
+    tensors: dict[str, MaskedTensor] = module.__dict__[TENSORS]
+    parameters: Any = module._parameters  # ReadParameters
     first: MaskedTensor = next(iter(tensors.values()))
     uses = first.collector.uses(tensors.values())
     found = {}
     with torch._C.DisableTorchFunctionSubclass():  # which takes longer than the use
         for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
-            parameter: Any = parameters.get(attribute)
-            if parameter is None or tensor.shape_now != tensor.shape:
+            parameter = parameters.get(attribute)
+            if parameter is None or (parameter.shape != tensor.shape and tensor.shape_now != tensor.shape):
                 tensor.check_shape(parameter)
             replaced = parameter is not parameters.own.get(attribute)
             found[attribute] = (parameter, None) if replaced else (parameter.detach(), use)

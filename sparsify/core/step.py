@@ -96,7 +96,7 @@ class TrainingStep:
 
     pass_kind: type[Pass] = Pass
     compiled: Any = None  # computes the layers while torch.compile traces them
-    in_forward = False  # whether the model runs forward now, so that module.weight is a tap
+    in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
 
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:

@@ -15,6 +15,7 @@ from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
+from sparsify.masked.parameters import FollowedParameters
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import MaskedLayerNorm
 
@@ -91,7 +92,7 @@ def _foreign_problem(module: nn.Module) -> str | None:
 
 def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
-    mark(module, tensors, _masked_class(module, tensors))
+    mark(module, tensors, _masked_class(module, tensors), FollowedParameters)
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:

@@ -1,0 +1,85 @@
+"""Masked parameters that are read outside of the model's forward, as by a loss or a penalty of a user's own.
+
+Each parameter has a class of its own, whose operations are those of its tap wherever autograd records them: it may come
+from ``model.parameters()``, or from an attribute of a module.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sparsify.core.taps import ReadParameters, tap
+
+_TENSORS: Any = WeakIdKeyDictionary()  # parameter -> weak reference to its masked tensor
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
+# methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
+_OF_ITSELF = {
+    "__array__", "__deepcopy__", "__dlpack__", "__format__", "__len__", "__reduce_ex__", "__repr__", "backward",
+    "data_ptr", "detach", "dim", "element_size", "get_device", "numel", "numpy", "register_hook",
+    "register_post_accumulate_grad_hook", "retain_grad", "size", "storage_offset", "stride", "tolist",
+    "untyped_storage",
+}  # fmt: skip
+
+
+class MaskedParameter(nn.Parameter):
+    """A masked parameter, given this class in place: autograd records operations on its taps."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return Tensor._make_subclass(cls, *args)  # nn.Parameter(parameter) insists on one of its own class
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or not _is_recorded(func, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        taps: list[tuple[Any, MaskedParameter]] = []
+
+        def tapped(parameter: MaskedParameter) -> Any:
+            tensor = _TENSORS[parameter]() if parameter in _TENSORS else None
+            read = parameter if tensor is None else tap(parameter, tensor)
+            taps.append((read.detach() if read is parameter else read, parameter))
+            return taps[-1][0]
+
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(MaskedParameter, tapped, (args, kwargs))
+        result = func(*args, **kwargs)
+        return next((parameter for read, parameter in taps if read is result), result)  # to() may change nothing
+
+
+def _is_recorded(func: Callable[..., Any], args: Any) -> bool:
+    """Whether autograd records what a function computes of its arguments."""
+    name, is_operator = func.__name__, func.__name__.startswith("__")
+    if name in ("__get__", "__set__", "__delete__"):
+        return name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
+    if name in _OF_ITSELF or name.startswith("is_") or (name.startswith("_") and not is_operator):
+        return False
+    in_place = name.startswith(("__i", "__set")) if is_operator else name.endswith("_")
+    return not (in_place and isinstance(args[0], MaskedParameter))
+
+
+class FollowedParameters(ReadParameters):
+    """A module's parameters by name; the masked ones have the class that follows them."""
+
+    def keep(self, attribute: str, parameter: Any) -> None:
+        super().keep(attribute, parameter)
+        tensor = self.tensors[attribute]
+        if type(parameter) is nn.Parameter and not tensor.is_quantized:
+            parameter.__class__ = MaskedParameter
+        if type(parameter) is MaskedParameter:
+            _TENSORS[parameter] = weakref.ref(tensor)
+
+    def plain(self) -> dict[str, Any]:
+        for parameter in self.own.values():
+            if type(parameter) is MaskedParameter:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        return super().plain()
