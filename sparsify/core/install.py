@@ -10,41 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsify.core.entries import Entries
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.module import TENSORS, MaskedModule
 from sparsify.core.optimizer import LISTENING, listen
-from sparsify.core.policy import Policy
 from sparsify.core.step import TrainingStep
 from sparsify.core.taps import ReadParameters
 from sparsify.core.tensor import MaskedTensor
 
 Owners = Sequence[tuple[nn.Module, str]]  # all modules that hold a parameter, and its name in each
-
-
-def train(
-    model: nn.Module, capacity: int, policy_of: Callable[[Sequence[MaskedTensor], Entries], Policy]
-) -> TrainingStep:
-    """Makes a plain model train, in place, at ``capacity`` entries that a policy unmasks, and nothing else.
-
-    The parameters that require grad are the candidates.
-    """
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[parameter].append((module, attribute))
-    tensors: dict[MaskedTensor, Owners] = {}
-    offset = 0
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            held = owners[parameter]
-            tensors[MaskedTensor(len(tensors), *held[0], name, offset, frozen_row(held))] = held
-            offset += parameter.numel()
-    entries = Entries(model, [tensor.numel for tensor in tensors])
-    step = TrainingStep(list(tensors), entries, policy_of(list(tensors), entries))
-    install(step, tensors, capacity)
-    return step
 
 
 def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:

@@ -111,11 +111,6 @@ class TrainingStep:
         for tensor in tensors:
             tensor.collector = self
 
-    @property
-    def trained(self) -> int:
-        """Number of entries that the step in progress trains."""
-        return self.entries.count if self.policy.active is None else int(self.policy.active.sum())
-
     # -------------------------------------------------------------------------------- forward
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
@@ -189,8 +184,6 @@ class TrainingStep:
             if not is_finite:
                 return grad.fill_(torch.nan)  # the optimizer, or GradScaler, sees that this pass overflowed
             self.unmask(winners.first(sum(counts)), counts, grad)
-        if self.policy.active is not None:
-            grad.masked_fill_(~self.policy.active, 0)
         return grad
 
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
@@ -220,7 +213,7 @@ class TrainingStep:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Counts an optimizer step and writes the new deltas into the weights."""
-        self.entries.stepped(self.trained)
+        self.entries.stepped(self.entries.count if self.policy.active is None else int(self.policy.active.sum()))
         self.selected, self.passes, self.reached = False, 0, None
         self.write()
 

@@ -267,6 +267,8 @@ class Engine(TrainingStep):
         if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
             self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)
+        if self.policy.active is not None:
+            grad.masked_fill_(~self.policy.active, 0)
         return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
 
     def end_pass(self) -> None:

@@ -1,16 +1,20 @@
 """The core alone trains what the dense oracle trains: no engine, no ranks, no kernels."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
 from oracle import DenseOracle
 from rank_models import VOCABULARY, Words
 
+from sparsify.core.entries import Entries
 from sparsify.core.importance import D3
-from sparsify.core.install import train
+from sparsify.core.install import frozen_row, install
 from sparsify.core.policy import IncrementPolicy
 from sparsify.core.schedule import Schedule
+from sparsify.core.step import TrainingStep
+from sparsify.core.tensor import MaskedTensor
 
 STEPS, BUDGET = 8, 61
 
@@ -24,10 +28,21 @@ def made(seed):
 
 
 def trained_by_core(model):
-    def policy(tensors, entries):
-        return IncrementPolicy(D3(), Schedule(), tensors, entries, BUDGET, STEPS)
-
-    return train(model, BUDGET, policy)
+    """Makes a plain model train, in place; the parameters that require grad are the candidates."""
+    owners = defaultdict(list)
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            owners[parameter].append((module, attribute))
+    tensors, offset = {}, 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            held = owners[parameter]
+            tensors[MaskedTensor(len(tensors), *held[0], name, offset, frozen_row(held))] = held
+            offset += parameter.numel()
+    entries = Entries(model, [tensor.numel for tensor in tensors])
+    step = TrainingStep([*tensors], entries, IncrementPolicy(D3(), Schedule(), [*tensors], entries, BUDGET, STEPS))
+    install(step, tensors, BUDGET)
+    return step
 
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])
