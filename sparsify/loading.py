@@ -99,7 +99,8 @@ def _check_arguments(base: object, delta: object, model_class: Any) -> None:
         raise SparsifyError(f"a sum of deltas has no values without its base: {remedy}")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
         raise SparsifyError(
-            f"model_class={model_class!r:.100}; expected a class with `from_pretrained`, such as AutoModelForCausalLM."
+            f"model_class={model_class!r:.100}; expected a class with `from_pretrained`, such as AutoModelForCausalLM; "
+            "one of another library is built as it wants, as in `delta.apply(SentenceTransformer(base))`."
         )
 
 

@@ -14,9 +14,10 @@ from sparsify.errors import SparsifyError
 ENGINE = "_sparsify_engine"  # attribute of a sparsified model
 POSITION, SETTINGS = "sparse_position", "sparse_settings"  # buffers of a sparsified model's root
 RECORD = "delta"  # of the settings: what a checkpoint's delta needs besides the entries
-_WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"))  # torch.compile; DDP and the like; PEFT
+# torch.compile; DDP and the like; PEFT; sentence-transformers, since its version 5.2 and before
+_WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"), ("0", "model"), ("0", "auto_model"))
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
-_PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.)+")
+_PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.|0\.(?:auto_)?model\.)+")
 _PEFT_LAYERS = ("base_layer", "token_adapter")  # attributes of PEFT's layers that hold, or lead to, the base's
 _AROUND = re.compile(r"\.(?:base_layer|token_adapter|modules_to_save\.[^.]+)(?=\.)")  # PEFT's
 MAX_NAME_CHARACTERS = 1000
@@ -47,9 +48,9 @@ def plain_model(model: nn.Module) -> nn.Module:
     for prefix in _WRAPPERS:
         inner: nn.Module | None = model
         for part in prefix:
-            # some of PEFT's tuners hold modules of their own in addition to the model
-            wraps = inner is not None and (list(inner._modules) == [part] or hasattr(inner, "peft_config"))
-            inner = inner._modules.get(part) if inner is not None and wraps else None
+            # some of PEFT's tuners hold modules of their own in addition to the model, as a SentenceTransformer
+            wraps = any(hasattr(inner, name) for name in ("peft_config", "transformers_model"))
+            inner = None if inner is None or not (wraps or list(inner._modules) == [part]) else inner._modules.get(part)
         if inner is not None:
             return plain_model(inner)
     return model

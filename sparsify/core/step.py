@@ -98,6 +98,7 @@ class TrainingStep:
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
+    around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
 
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
         self.tensors, self.entries, self.policy = tensors, entries, policy
@@ -121,8 +122,8 @@ class TrainingStep:
         # a checkpoint may be recomputed after the budget is spent
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         all_count, counts = self.policy.growing() or (checkpointed and not self.policy.static), self.entries.counts
-        # a forward pass inside a backward pass is checkpointing's: its nodes only refill the first pass's
-        recomputed = torch._C._current_graph_task_id() != -1
+        # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
+        recomputed = torch._C._current_graph_task_id() != self.around_forward
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
 
     def read(self, tensor: MaskedTensor) -> Use | None:

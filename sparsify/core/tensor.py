@@ -25,7 +25,7 @@ from sparsify.errors import SparsifyError
 REENTRANT = (
     "`{name}` was recomputed inside a backward pass of its own: reentrant activation checkpointing cannot work with "
     "entries that are selected over the whole model. Use the non-reentrant form: "
-    'gradient_checkpointing_kwargs={{"use_reentrant": False}}.'
+    'gradient_checkpointing_kwargs={{"use_reentrant": False}}. A cached loss has to call the sparsified model itself.'
 )
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
@@ -43,8 +43,7 @@ class Use:
     """
 
     def __init__(self, tensor: MaskedTensor, root: Tensor, recomputed: bool = False) -> None:
-        self.tensor, self.root, self._recomputed = tensor, root, recomputed
-        self._number = next(_NUMBERS)
+        self.tensor, self.root, self._recomputed, self._number = tensor, root, recomputed, next(_NUMBERS)
         if not recomputed:
             tensor.waiting.add(self._number)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import base_names, check_names, check_plain, named_tensors, near_names
+from sparsify.common.names import base_names, check_names, check_plain, named_tensors, near_names, plain_name
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
@@ -27,6 +27,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
 _LOAD_BASE = "Load the base that the delta was trained on."
+_NUMBERED = " Its modules are numbered, as a SentenceTransformer's: apply it to a model that has the same ones."
 _BUILD_MODULE = "The delta stores it whole: build the model with that head or module first, as it was in training."
 _RESIZE = " If tokens were added, `model.resize_token_embeddings({})` first (`load_model` and `merge` do so)."
 
@@ -78,9 +79,9 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     check_plain(model)
     available = named_tensors(model)
     names, dense = list(names), set(dense)
-    if any(name not in available for name in names):
+    if any(plain_name(name) not in available for name in names):
         available = base_names(model) | available
-    if missing := [name for name in names if name not in available]:
+    if missing := [name for name in names if plain_name(name) not in available]:
         owner, _, attribute = missing[0].rpartition(".")
         if f"{owner}.original_module.{attribute}" in available:
             raise SparsifyError(
@@ -90,8 +91,9 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
         raise BaseMismatchError(
             f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
             f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
+            f"{_NUMBERED if missing[0][0].isdecimal() else ''}"
         )
-    targets = {name: available[name] for name in names}
+    targets = {name: available[plain_name(name)] for name in names}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
         check_has_values(name, tensor)

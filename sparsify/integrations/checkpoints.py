@@ -35,7 +35,7 @@ def write_trained_state(model: nn.Module, folder: Path, args: Any, state_dict: d
     engine = get_engine(model)
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
     metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(_expected_files(args))}
-    replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine), metadata))
+    replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine, model), metadata))
 
 
 def has_trained_state(folder: Path) -> bool:
@@ -86,6 +86,13 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
     if options.get("is_main_process", True):
         write_trained_state(model, folder, args, options.get("state_dict"))
     return None
+
+
+def load_checkpoint(trainer: Any, folder: Any, *arguments: Any) -> Any:
+    """Is ``trainer._load_from_checkpoint`` of sentence-transformers' trainers, which makes a model of the folder."""
+    if not has_trained_state(Path(folder)):
+        return type(trainer)._load_from_checkpoint(trainer, folder, *arguments)
+    return trainer.model.load_state_dict(safetensors.torch.load_file(Path(folder, WEIGHTS)))
 
 
 def _expected_files(args: Any) -> list[str]:

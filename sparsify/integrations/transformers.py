@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import extend, get_engine, summary
 from sparsify.delta.hub import public_config
@@ -26,6 +25,7 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held
 
 SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
+LOAD = "_load_from_checkpoint"  # method of sentence-transformers' trainers that load_checkpoint replaces
 
 
 class SparsifyCallback(TrainerCallback):
@@ -36,7 +36,8 @@ class SparsifyCallback(TrainerCallback):
       loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
     - Checkpoints hold the trained state in place of the model. ``resume_from_checkpoint`` continues bit for bit from a
       model that was built and sparsified in the same way, by the steps that the interrupted run had planned.
-      ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model.
+      ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model. The trainers of
+      sentence-transformers resume only where the callback was in their ``callbacks``, not where it was added later.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
       Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
@@ -66,10 +67,12 @@ class SparsifyCallback(TrainerCallback):
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
+        _load_trained_states()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Checks the run, finds its number of steps and makes its checkpoints small."""
         _move_to_front(self)
+        _load_trained_states()  # for the best one, where the callback was added later
         model = event["model"]
         engine = get_engine(model)
         _check_resumed(args, state, engine.step)
@@ -145,13 +148,24 @@ class SparsifyCallback(TrainerCallback):
 
 def _move_to_front(callback: SparsifyCallback) -> None:
     """Moves a callback before the reporters; only the caller, the handler, has the list of callbacks."""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
-            return
+    handler = _caller("call_event")
+    if handler is not None and callback in handler.callbacks:
+        # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
+
+
+def _load_trained_states() -> None:
+    """Lets the calling Trainer, if it is one of sentence-transformers', load checkpoints that hold no whole model."""
+    trainer = _caller(LOAD)
+    if any(kind.__module__.startswith("sentence_transformers.") for kind in type(trainer).__mro__):
+        vars(trainer)[LOAD] = partial(checkpoints.load_checkpoint, trainer)
+
+
+def _caller(method: str) -> Any:
+    """The nearest object of a class with a method that is calling; ``None`` if none is."""
+    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    return next((caller for caller in callers if hasattr(type(caller), method)), None)
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:

@@ -50,9 +50,9 @@ from sparsify.training.sharding import read_base
 from sparsify.training.weights import EffectiveWeights, check_trained
 
 OVERLAPPING = (
-    "two backward passes through one sparsified model ran at the same time in several threads, and part of one's "
-    "gradient is lost: they shared a GPU, or one unmasked entries that the other did not know of. Run the backward "
-    "passes one after the other (with a lock around backward()); forward passes may overlap."
+    "two backward passes through one sparsified model ran at the same time, in several threads or one inside the "
+    "other, and part of one's gradient is lost: they shared a GPU, or one unmasked entries that the other did not know "
+    "of. Run them one after the other (in threads with a lock around backward()); forward passes may overlap."
 )
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
 _NOTHING = nullcontext()
@@ -61,7 +61,10 @@ _NOTHING = nullcontext()
 class _Forward(threading.local):
     """The root's forward passes in one thread."""
 
-    depth = 0  # number of nested ones that have begun and not ended
+    around = -1  # the backward pass around the last part that ran, as cached losses run the model; -1 for none
+
+    def __init__(self) -> None:
+        self.running: list[int] = []  # of those that have begun and not ended the backward pass around them, or -1
 
 
 class Engine(TrainingStep):
@@ -164,7 +167,15 @@ class Engine(TrainingStep):
     @property
     def in_forward(self) -> bool:  # type: ignore[override]
         """Whether the root runs forward, or a part of it is recomputed."""
-        return self._forward.depth > 0 or torch._C._current_graph_task_id() != -1
+        return bool(self._forward.running) or torch._C._current_graph_task_id() != -1
+
+    @property
+    def around_forward(self) -> int:  # type: ignore[override]
+        graph = torch._C._current_graph_task_id()
+        # nothing is recomputed in a node that saves nothing: the hook of a leaf, as a cached loss is one, runs a model
+        if graph != -1 and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad":
+            return graph
+        return self._forward.running[-1] if self._forward.running else -1
 
     def enter(self) -> None:
         """The root's forward begins: refreshes the weights and makes a root anchor for compiled parts."""
@@ -174,22 +185,23 @@ class Engine(TrainingStep):
             self.weights.freeze()
             self.refresh()
             self.root_anchor()
-            self._forward.depth += 1
+            self._forward.running.append(torch._C._current_graph_task_id())
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
         self.compiled.leave()
         if not torch.compiler.is_dynamo_compiling():
-            self._forward.depth = max(0, self._forward.depth - 1)
+            del self._forward.running[-1:]
 
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
-        if not self._forward.depth:  # else the root's forward has checked it
+        if not self._forward.running:  # else the root's forward has checked it
             check_not_exported()
+        self._forward.around = torch._C._current_graph_task_id()
         return super().uses(tensors)
 
     def read(self, tensor: MaskedTensor) -> Use | None:
         use = super().read(tensor)
-        outside = not self._forward.depth and isinstance(tensor.owner, (nn.Linear, nn.Embedding))
+        outside = not self._forward.running and isinstance(tensor.owner, (nn.Linear, nn.Embedding))
         if use is not None and outside and not self._warned_of_read and torch._C._current_graph_task_id() == -1:
             self._warned_of_read = True
             warnings.warn(
@@ -217,7 +229,8 @@ class Engine(TrainingStep):
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
         for other in [each for each in self._passes if self._begun[each][0] == thread]:
-            del self._passes[other]  # it failed: a thread runs one pass at a time
+            if other != self._forward.around:
+                del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         with self.streams.joined(self.values.device):
             current = super().start_pass(graph)
         self._begun[graph] = thread, self.unmasked
@@ -296,7 +309,7 @@ class Engine(TrainingStep):
         with uninterrupted():
             note_counted(self)
             self._counted_by_hook = optimizer is not None
-            self._forward.depth = 0  # forward passes that were interrupted have not left
+            self._forward.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
 

@@ -80,16 +80,20 @@ def find_resized(model: nn.Module) -> list[str]:
 
 def _missing_in_checkpoint(model: nn.Module) -> list[str]:
     """Names of the parameters that a transformers model's checkpoint lacks; none where the checkpoint is not here."""
-    if any(hasattr(module, "adapter_layer_names") for module in plain_model(model).modules()):
+    checkpoint = _checkpoint(model)
+    if checkpoint is None or any(hasattr(module, "adapter_layer_names") for module in plain_model(model).modules()):
         return []  # PEFT renames the base's own tensors; those that it adds are found without the checkpoint
     plain_names = {plain_name(name): name for name, _ in model.named_parameters()}
-    checkpoint = _checkpoint(model)
-    return [] if checkpoint is None else [plain_names[name] for name in checkpoint.lacking(plain_names)]
+    # sentence-transformers stores a layer behind the transformer in a folder of its own, such as 2_Dense
+    parts, folder = model.named_children(), Path(checkpoint.path)
+    apart = [part for part, layer in parts if (folder / f"{part}_{type(layer).__name__}").is_dir()]
+    return [plain_names[name] for name in checkpoint.lacking(plain_names) if name.partition(".")[0] not in apart]
 
 
 def _checkpoint(model: nn.Module) -> Checkpoint | None:
     """The checkpoint that a transformers model was loaded from, if it is on this machine."""
-    config = getattr(plain_model(model), "config", None)
+    inner = plain_model(model)
+    config = getattr(inner, "config", None) if hasattr(inner, "from_pretrained") else None
     source, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
     with suppress(SparsifyError, OSError):
         folder = Path(source) if source and Path(source).is_dir() else hub.cached_folder(source or "", commit)

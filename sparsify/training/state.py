@@ -1,7 +1,7 @@
 """State dicts of a sparsified model, and the hooks that keep its weights and entries in step with them.
 
     root forward        the weights are refreshed if the flat delta was written to by anything but an optimizer step
-    root state_dict     as well, so that a saved weight is the trained one
+    root state_dict     as well, so that a saved weight is the trained one; and before that of a part saved by itself
     load_state_dict     a state dict of other settings is refused. The entries are filled up to their full size;
                         afterwards the weights are in step
     trained state       the part of a state dict that the base does not have, O(budget): the flat delta, the position
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
+from sparsify.core.module import masked_tensors
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
@@ -53,10 +54,13 @@ def place_hooks(engine: Engine) -> None:
         root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
     ]
+    parts = [part for part in root.modules() if part is not root and {"save", "save_pretrained"} & set(dir(type(part)))]
+    engine.hooks += [part.register_state_dict_pre_hook(_before_part_state_dict) for part in parts]
     # rank_checks.py compares these; they grow, and in a broadcast that would go unnoticed
     setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, SETTINGS])
     # a checkpoint with packed weights has no merged ones, so it also keeps the trained entries
-    if hasattr(root, IGNORED_ON_SAVE) and not any(tensor.is_quantized for tensor in engine.tensors):
+    ignores = hasattr(root, IGNORED_ON_SAVE) and not isinstance(getattr(type(root), IGNORED_ON_SAVE, None), property)
+    if ignores and not any(tensor.is_quantized for tensor in engine.tensors):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
@@ -144,6 +148,16 @@ def _notice_of_merged() -> None:
             warnings.warn(f"save_pretrained() writes {what}: {remedy}", stacklevel=level)
 
 
+def _before_part_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Sentence-transformers saves a model part by part, and so without the state dict of the root."""
+    tensors = [] if prefix else [tensor for module in part.modules() for tensor in masked_tensors(module).values()]
+    for tensor in tensors[:1]:
+        tensor.collector.refresh()
+    if packed := [tensor.name for tensor in tensors if tensor.is_quantized and tensor.count]:
+        message = f"`{packed[0]}` is quantized, and a part saved by itself lacks its entries; save a SparseDelta, too."
+        warnings.warn(message, stacklevel=3)
+
+
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict entries of the model's size, unless something is wrong with them there."""
     engine: Engine = root.__dict__[ENGINE]
@@ -211,7 +225,7 @@ def trained_state_of(
 ) -> dict[str, Tensor]:
     """The part of a model's state dict that the base does not have; all of it outside of the engine's root."""
     state_dict = model.state_dict() if state_dict is None else state_dict
-    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
+    prefix = _prefix(engine, model)
     needed = _needed(engine) | set(changed_buffers(engine))
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # a tied tensor's
     kept = {
@@ -227,14 +241,19 @@ def trained_state_of(
     return kept
 
 
-def placeholder(engine: Engine) -> dict[str, Tensor]:
+def placeholder(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
     """An empty tensor in place of a weight that was left out, so that the file is not taken for a whole model's.
 
     transformers would draw the missing weights at random; it refuses one of a wrong shape.
     """
     needed = _needed(engine)
     names = [name for name, _ in engine.root.named_parameters() if name not in needed]
-    return {name: torch.empty(0) for name in names[:1]}
+    return {_prefix(engine, model) + name: torch.empty(0) for name in names[:1]}
+
+
+def _prefix(engine: Engine, model: nn.Module) -> str:
+    """What the names of the engine's root begin with in a model that is, or holds, it."""
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
 
 
 def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:

@@ -34,6 +34,7 @@ NEEDS = {  # of the extra `test`, by the page's name
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "trl": ["trl"],
     "quantized": ["bitsandbytes"],
+    "sentence_transformers": ["sentence_transformers", "datasets"],
 }
 SLOW = {"lora", "quantized"}
 

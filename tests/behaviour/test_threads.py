@@ -59,7 +59,7 @@ def test_a_selection_that_another_pass_overlaps_is_an_error_and_not_half_a_gradi
     handle = meet_before(model.second, threading.Barrier(2))
     errors = errors_of(model, batches[:2])
     assert [type(error) for error in errors] == [SparsifyError]
-    assert "ran at the same time in several threads" in str(errors[0])
+    assert "ran at the same time, in several threads" in str(errors[0])
     assert summary(model).unmasked == BUDGET // 3
     handle.remove()
     model.zero_grad()

@@ -8,8 +8,8 @@ import torch
 from deltas import bits
 from models import build
 from oracle import unmasked_sets
-from trainers import assert_same, outcome
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from trainers import WORDS, assert_same, outcome, tokenizer
+from transformers import LlamaForCausalLM
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, get_engine, load_model, sparsify, summary
 
@@ -18,7 +18,6 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 Dataset = pytest.importorskip("datasets", reason="datasets is in the extra `test`").Dataset
 
 BUDGET, STEPS = 40, 4
-WORDS = [first + second + third for first in "bdk" for second in "aeo" for third in "lmt"]
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +30,6 @@ def base(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
 
 
 def load(folder):

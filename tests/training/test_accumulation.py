@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 
-from sparsify import get_engine, sparsify, summary
+from sparsify import SparsifyError, get_engine, sparsify, summary
 
 STEPS, BUDGET = 4, 25
 
@@ -95,3 +95,36 @@ def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, st
     for tensor in get_engine(model).tensors:
         before, now = (weight.detach().view(-1) for weight in (plain.get_parameter(tensor.name), tensor.parameter))
         assert torch.equal(now, before.index_add(0, tensor.indices, tensor.delta)), "the base plus the delta"
+
+
+def run_inside(tensor, model, chunks):
+    """Trains the model at chunks inside of a tensor's backward pass, one after the other, as cached losses do."""
+
+    def hook(_):
+        with torch.enable_grad():
+            for chunk in chunks:
+                model(chunk).square().sum().backward()
+
+    tensor.register_hook(hook)
+    return tensor
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cached_loss_adds_up_and_its_first_chunk_selects(compiled):
+    (model, fresh), chunks = pair(dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    if compiled:
+        model.compile(backend="aot_eager")
+    run_inside(torch.ones(1, requires_grad=True), model, chunks).sum().backward()
+    for chunk in chunks:
+        fresh(chunk).square().sum().backward()
+    assert unmasked_sets(model) == unmasked_sets(fresh) != {}
+    torch.testing.assert_close(model.sparse_values.grad, fresh.sparse_values.grad)
+
+
+def test_a_backward_pass_inside_one_that_selects_is_refused():
+    model, (outer, inner) = pair()[0], torch.randn(2, 4, 6)
+    hook = model[0].register_forward_hook(lambda module, args, output: run_inside(output, model, [inner]))
+    loss = model(outer).square().sum()
+    hook.remove()
+    with pytest.raises(SparsifyError, match=r"at the same time, in several threads or one inside the other"):
+        loss.backward()
