@@ -29,7 +29,9 @@ def sampling_pays(left: Tensor, right: Tensor, number: int) -> bool:
     if runs_ahead(left.device):
         if left.dtype not in SHORT or not has_triton(left.device):
             return False
-        in_units = left.dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+        tf32 = torch.backends.cuda.matmul  # whose older getters raise where the newer switch, of torch 2.9, was used
+        rounds = tf32.fp32_precision == "tf32" if hasattr(torch.backends, "fp32_precision") else tf32.allow_tf32
+        in_units = left.dtype.itemsize == 2 or rounds
         # the factors are read and written to be transposed, then both are read for each entry
         cost = 2 * (rows + cols + number) * left.dtype.itemsize * MOVED[in_units] if number else 0
     return cost <= rows * cols

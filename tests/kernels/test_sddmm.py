@@ -90,3 +90,12 @@ def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted
     entries = gradients.Product(left, right).take(indices)
     assert entries.dtype == (torch.float32 if number < 40 else torch.bfloat16)  # else the whole product's
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=1e-2, atol=0.1)
+
+
+def test_torchs_newer_switch_for_tf32_is_read_which_the_older_getters_refuse(monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
+    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 0, False: 1_000})
+    left, right = factors("random", 30, 10, 20)
+    assert not sampling_pays(left, right, 1)
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert sampling_pays(left, right, 1)
