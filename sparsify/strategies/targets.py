@@ -85,7 +85,12 @@ def find_targets(
                     f"of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
                 )
         can_train = (parameter.requires_grad and parameter.numel()) or (packed and takes_quantized)
-        if parameter in rows or (can_train and holders & targeted and not holders & dense):
+        if holders & dense and (tied := sorted(holders & (excluded - dense))):
+            raise SparsifyError(
+                f"`{name}` is to be trained dense (modules_to_save), and exclude_modules names the module `{tied[0]}`, "
+                "which shares it; leave one of them out."
+            )
+        if parameter in rows or (can_train and holders & targeted and not holders & (dense | excluded)):
             candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:
             (saved if holders & dense else frozen)[name] = parameter

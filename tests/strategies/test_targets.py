@@ -37,8 +37,19 @@ class Model(nn.Module):
 
 
 BLOCK = ["query.weight", "query.bias", "value.weight", "norm.weight", "norm.bias"]
+TIED = {"embed", "head"}
 ALL = ["scale", "embed.weight", *(f"blocks.{i}.{name}" for i in range(2) for name in BLOCK)]
 ALL += ["subquery.weight", "subquery.bias", "head.weight"]
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_tied_weight_is_excluded_by_either_of_its_names(name):
+    assert candidates(Model(tied=True), exclude_modules=[name]) == [n for n in ALL if n.split(".")[0] not in TIED]
+    targets = find_targets(Model(tied=True), ["query", "head"], [name])
+    assert "embed.weight" in targets.frozen
+    other = next(iter(TIED - {name}))
+    with pytest.raises(SparsifyError, match=rf"`embed\.weight`.*exclude_modules names the module `{name}`"):
+        find_targets(Model(tied=True), None, [name], [other])
 
 
 @pytest.fixture
