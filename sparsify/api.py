@@ -191,6 +191,8 @@ def get_engine(model: nn.Module) -> Engine:
             f"this {type(model).__name__} is not sparsified; call sparsify(model, budget, strategy) first "
             '(strategy "full" leaves the model plain).'
         )
+    if not engine.paused:
+        engine.catch_up()  # accelerate's load_checkpoint_in_model() replaces the buffers
     return engine
 
 

@@ -119,9 +119,9 @@ class TrainingStep:
         root = self.root_anchor()
         if self.paused or not torch.is_grad_enabled() or not root.requires_grad:
             return [None for _ in tensors]
-        # a checkpoint may be recomputed after the budget is spent
-        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        all_count, counts = self.policy.growing() or (checkpointed and not self.policy.static), self.entries.counts
+        # after the budget is spent a checkpoint may be recomputed, and what is selected be masked again
+        checkpointed = not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        all_count, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
         # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
         recomputed = torch._C._current_graph_task_id() != self.around_forward
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
-from sparsify.core.devices import upload
+from sparsify.core.devices import put, upload
 from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.tensor import MaskedTensor
 
@@ -66,6 +66,12 @@ class ModelTensor(MaskedTensor):
     def weight(self) -> Tensor:
         """The effective values, detached; gathered from all ranks where they are sharded."""
         return full_values(self.parameter)
+
+    @property
+    def base_weight(self) -> Tensor:
+        """The pretrained values; a new tensor where there are entries."""
+        weight = self.weight
+        return put(weight.clone(), self.indices, self.base.to(weight.dtype)) if self.count else weight
 
     @property
     def own_effective(self) -> Tensor:

@@ -24,7 +24,7 @@ from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.optimizer import listen
+from sparsify.core.optimizer import listen, parameters_of
 from sparsify.core.policy import Policy
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor, Use
@@ -38,11 +38,14 @@ from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.optimizer_steps import (
+    DROPPED,
     forget_uncounted_steps,
     has_uncounted_step,
     note_counted,
+    note_gradient,
     note_values,
     was_counted,
+    was_dropped,
 )
 from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import agree, check_ranks_alike
@@ -94,7 +97,10 @@ class Engine(TrainingStep):
         self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
         self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
-        self.weights, self.streams = EffectiveWeights(self, plan.tensors), Streams()
+        self.weights, self.streams = EffectiveWeights(self, plan.tensors, entries), Streams()
+        self._selected_from = 0  # slot of the first entry that the step in progress has unmasked
+        self._had_dropped = False  # whether the model that this is a copy of had dropped that step's gradient
+        self._trained = 0  # how many parameters the optimizer trained in its last step
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int]] = {}  # of backward passes: thread, and number of entries unmasked then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
@@ -104,11 +110,12 @@ class Engine(TrainingStep):
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
-        # of a state dict that is loaded: tensors without entries, prefix, all names of a trained state
-        self.loading: tuple[set[ModelTensor], str, set[str] | None] = (set(), "", None)
+        # of a state dict that the root loads: whether it has entries, prefix, all names of a trained state
+        self.loading: tuple[bool, str, set[str] | None] = (False, "", None)
 
     def __getstate__(self) -> dict[str, Any]:
         open_now: dict[str, Any] = {"_passes": {}, "_begun": {}, "passes": 0, "paused": False}
+        open_now["_had_dropped"] = self._has_dropped()
         return {**self.__dict__, **open_now, "_lock": None, "_forward": None, "current_root": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -249,6 +256,8 @@ class Engine(TrainingStep):
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):
             grad = super().commit()
+        if self.selected and not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may be used again
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: note_gradient(self, self.weights.writes))
         self.streams.forget()
         return grad
 
@@ -266,6 +275,7 @@ class Engine(TrainingStep):
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
         if not winners.ids.numel():
             self._select.warn_of_none(self.policy)
+        self._selected_from, self._had_dropped = self.unmasked, False
         with uninterrupted():
             super().unmask(winners, counts, grad)
 
@@ -305,6 +315,10 @@ class Engine(TrainingStep):
         if optimizer is not None and was_counted(self, optimizer):
             self.refresh()
             return
+        if self.weights.loaded:
+            self.state_loaded(has_entries=False)
+        if optimizer is not None and not self.passes and self.weights.are_in_step:
+            return  # it has initialised the optimizer's state, as torch's distributed checkpoint does
         self._warn_of_unreached()
         with uninterrupted():
             note_counted(self)
@@ -312,6 +326,10 @@ class Engine(TrainingStep):
             self._forward.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
+        trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer)) if optimizer else 1
+        if trained != self._trained:
+            self._trained = trained
+            self.source.warn_of_unheld()
 
     def write(self) -> None:
         self.weights.write()
@@ -326,51 +344,59 @@ class Engine(TrainingStep):
         check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, by_value: bool = False) -> None:
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
         if has_uncounted_step(self):
             if self.weights.are_in_step:
                 forget_uncounted_steps(self)  # it failed before it had moved them
             else:
                 self.optimizer_stepped()
-        if not self.entries.catch_up():
+        if self.weights.loaded and not self.paused:  # by a part of the model
+            self.state_loaded(has_entries=False)
+        if not self.entries.catch_up(by_value=by_value):
+            self._mask_dropped()
             return
+        self.weights.check_trained("a state was loaded")
         if self.entries.problem() is not None:
             raise SparsifyError(
                 "the entries of this model were written to, and make no sense any more. They can be copied, but not "
                 "averaged: use AveragedModel with use_buffers=False; in an EMA of your own average parameters(), and "
                 "copy_() the buffers()."
             )
-        self.state_loaded(set())
+        self.state_loaded()
 
     def refresh(self) -> None:
         """Brings the weights in step with the flat delta."""
         self.catch_up()
+        writes = self.weights.writes
         self.weights.refresh()
+        if self.weights.writes > writes:  # what has moved the flat delta may have written into the buffers, too
+            self.catch_up(by_value=True)
         self.streams.use(self.values.device)
 
+    def _mask_dropped(self) -> None:
+        """Masks again what the step in progress has unmasked, if the gradient was dropped."""
+        if not self.paused and not self._passes and self._has_dropped():
+            warnings.warn(DROPPED, stacklevel=4)
+            with uninterrupted():
+                self.entries.drop(self._selected_from)
+                self.restart()
+
+    def _has_dropped(self) -> bool:
+        dropped = self._had_dropped or was_dropped(self, self.weights.writes)
+        return dropped and self.selected and self.weights.are_in_step
+
     @torch.no_grad()
-    def state_loaded(self, plain: set[ModelTensor]) -> None:
+    def state_loaded(self, *, has_entries: bool = True) -> None:
         """Brings everything in step after a state dict was loaded.
 
-        The weights of ``plain`` tensors came without entries, as from a merged checkpoint. They are the values that
-        run: their delta becomes weight minus base.
+        Weights that came without entries, as from a merged checkpoint, are the values that run.
         """
+        plain = self.weights.end_load(has_entries)
         self.entries.read()
         self.restart()
         self._find_dormant()
-        if plain and not self.unmasked:
-            warnings.warn(
-                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are "
-                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included; the "
-                "checkpoints of the Hugging Face Trainer have them where it was given SparsifyCallback.",
-                stacklevel=4,
-            )
-        values = self.values
-        for tensor in plain:
-            delta = tensor.take(tensor.indices).to(values.dtype) - tensor.base.to(values.dtype)
-            values[tensor.slots.to(values.device)] = delta.to(values)
-        self.weights.write(but=plain)
+        self.weights.adopt(plain, self.base_digests)
 
     def restart(self) -> None:
         """The next backward pass begins a step, of an unmasked set that is another one now."""

@@ -47,6 +47,7 @@ class ModelEntries(Entries):
     def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__(root, sizes)
         self.generation = 0
+        self.base_was_written = False  # by something else, though the entries are the same
         self._seen: list[tuple[str, Tensor, int]] = []  # the buffers and their versions when they were last read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,18 +95,20 @@ class ModelEntries(Entries):
         self.generation += 1
         self.remember()
 
-    def catch_up(self) -> bool:
+    def catch_up(self, *, by_value: bool = False) -> bool:
         """Takes in the steps that something else has written, as a copy's; whether the entries are others now.
 
-        Waits for the device only where the buffers were written or moved.
+        Waits for the device only where the buffers were written or moved, or to compare the position ``by_value``: no
+        version counter sees a write through ``.data``.
         """
         buffers = self.root._buffers
         written = [name for name, seen, known in self._seen if buffers[name] is not seen or seen._version != known]
-        if not written:
+        if not written and not by_value:
             return False
         step, updates, count, _ = self.root.get_buffer(POSITION).tolist()
         if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):
             return True
+        self.base_was_written |= any(name == BASE and known >= 0 for name, _, known in self._seen if name in written)
         self.step, self.updates = step, updates
         self._sort()  # on another device, perhaps
         self.remember()
@@ -115,6 +118,14 @@ class ModelEntries(Entries):
         slots, indices = self.by_tensor
         ids = indices.cpu() + torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
         return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
+
+    def drop(self, first: int) -> None:
+        """Removes the entries from slot ``first`` on, the last to be added."""
+        ids, position = self.ids[first:], self.root.get_buffer(POSITION)
+        position[2:] -= torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, first)])
+        ids.zero_()
+        self.base[first:] = 0
+        self.read()
 
     def make_room(self, capacity: int) -> None:
         """Lengthens the buffers to ``capacity`` entries."""

@@ -41,6 +41,11 @@ UNKNOWN_VALUES = (
     "torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
     "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
 )
+AVERAGED_BASE = (
+    "the pretrained values of this model are not bit-equal to those at sparsify(), since something has written to "
+    "`sparse_base` and the frozen weights: an average of equal numbers is rounded. In an EMA of your own average "
+    "`sparse_values` alone, and copy the buffers: own.copy_(other)."
+)
 NOT_FINITE = (
     "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
     "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
@@ -56,8 +61,18 @@ class DeltaSource:
 
     def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
         """The parts of a :class:`sparsify.SparseDelta`, of the first ``budget`` entries or all."""
+        engine = self._engine
+        engine.catch_up(by_value=True)
+        if engine.entries.base_was_written and any(
+            engine.weights.has_other_base(tensor, engine.base_digests) for tensor in engine.tensors if tensor.count
+        ):
+            raise SparsifyError(f"SparseDelta.from_model(): {AVERAGED_BASE}")
         version = Exporter(self._engine, model, "SparseDelta.from_model()")(budget)
         return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config
+
+    def warn_of_unheld(self) -> None:
+        """Warns of parameters of the model that train and are in no delta."""
+        warn_of_unheld(self._engine, self._engine.root, stacklevel=7)
 
     def exporter(self, model: nn.Module) -> Exporter:
         """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""

@@ -2,6 +2,7 @@
 
     before a step   an optimizer that was meant for a sparsified model, but does not hold its flat delta, is refused
     after it        the training step counts it (``core/optimizer.py``), unless a step within it was counted already
+    instead of it   the gradient is dropped, as that of a batch that a loop skips: ``zero_grad()`` and no ``step()``
 
 Steps may be nested, as SAM's calls that of another optimizer; the innermost one is counted. A step that is interrupted
 after it has moved the values is counted when the model is used next.
@@ -44,8 +45,15 @@ _HOOKS: list[Any] = []
 _STEPS = _Steps()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+# the gradient at the end of a step's last backward pass, its version, and how often the weights had been written then
+_GRADIENTS: weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], int, int]] = weakref.WeakKeyDictionary()
 
 STEPPED = "was to step after a backward pass of a sparsified model"
+DROPPED = (
+    "the gradient of a backward pass was dropped before an optimizer step (zero_grad()): the entries that it had "
+    "unmasked are masked again, and the next backward pass selects the step's entries. To combine the gradients of "
+    "several passes yourself, take them by torch.autograd.grad(loss, model.sparse_values), for one set of entries."
+)
 UNHELD = (
     "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
     "trains there; it holds weights that sparsify() has frozen, which get no gradient, or a flat delta that was "
@@ -66,6 +74,21 @@ def note_values(step: TrainingStep) -> None:
     known = _KNOWN.setdefault(step, [])
     if not known or known[-1]() is not step.entries.values:
         known.append(weakref.ref(step.entries.values))
+
+
+def note_gradient(step: TrainingStep, writes: int) -> None:
+    """Remembers the flat delta's gradient; that of ``torch.autograd.grad`` is the user's, and none is there."""
+    if (grad := step.entries.values.grad) is not None:
+        _GRADIENTS[step] = weakref.ref(grad), grad._version, writes
+
+
+def was_dropped(step: TrainingStep, writes: int) -> bool:
+    """Whether the gradient that was noted is gone or zero, and no step has begun, nor were the weights written."""
+    known, version, written = _GRADIENTS.get(step, (None, 0, -1))
+    if known is None or written != writes:
+        return False
+    grad = step.entries.values.grad
+    return grad is None or not ((known() is grad and grad._version == version) or bool(grad.any()))
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
@@ -115,8 +138,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     held = set(map(id, parameters_of(optimizer)))
     for step in steps:
         values = step.entries.values
-        if id(values) in held and values.grad is not None:
-            check_trained(step, "optimizer.step()")
+        if id(values) in held:
+            if values.grad is not None:
+                check_trained(step, "optimizer.step()")
+            _GRADIENTS.pop(step, None)
         if not step.passes or id(values) in held:
             continue
         replaced = (known() for known in _KNOWN.get(step, [])[:-1])

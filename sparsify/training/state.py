@@ -4,6 +4,7 @@
     root state_dict     as well, so that a saved weight is the trained one; and before that of a part saved by itself
     load_state_dict     a state dict of other settings is refused. The entries are filled up to their full size;
                         afterwards the weights are in step
+    that of a part      its weights are taken for the values that run before anything uses or writes them
     trained state       the part of a state dict that the base does not have, O(budget): the flat delta, the position
                         and the entries; parameters that are trained dense, pruned, or not the base's; buffers
                         that training changed. ``load_state_dict`` of the same model, sparsified anew on the same base,
@@ -53,6 +54,7 @@ def place_hooks(engine: Engine) -> None:
         root.register_state_dict_pre_hook(_before_state_dict),
         root.register_load_state_dict_pre_hook(_before_load),
         root.register_load_state_dict_post_hook(_after_load),
+        *(m.register_load_state_dict_pre_hook(_before_module_load) for m in root.modules() if masked_tensors(m)),
     ]
     parts = [part for part in root.modules() if part is not root and {"save", "save_pretrained"} & set(dir(type(part)))]
     engine.hooks += [part.register_state_dict_pre_hook(_before_part_state_dict) for part in parts]
@@ -161,8 +163,10 @@ def _before_part_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> No
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict entries of the model's size, unless something is wrong with them there."""
     engine: Engine = root.__dict__[ENGINE]
+    engine.weights.check_trained("load_state_dict()")
     note_values(engine)  # which load_state_dict(assign=True) replaces
-    engine.loading = set(), prefix, None
+    if engine.entries.catch_up() and engine.entries.problem() is None:
+        engine.state_loaded()  # dcp.load() has written into the model's own tensors, which are loaded now
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
@@ -174,47 +178,55 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
+    engine.loading, engine.weights.loaded = (bool(stored), prefix, None), {}
     if not stored:
-        plain = {t for t in engine.tensors if prefix + t.name in state_dict and not t.is_quantized}
-        engine.loading = plain, prefix, None
-    elif len(stored) < len(BUFFERS):
+        return
+    if len(stored) < len(BUFFERS):
         missing = ", ".join(f"`{name}`" for name in BUFFERS if name not in stored)
         raise SparsifyError(f"the state dict has entries, and lacks {missing}; expected all of them, or none.")
-    elif problem := engine.entries.problem(stored):
+    if problem := engine.entries.problem(stored):
         raise SparsifyError(problem)
-    else:
-        engine.weights.write_base()  # entries that are unmasked here may be masked there
-        engine.weights.mark_stale()
-        needed = _needed(engine)
-        names = (name for name, _ in engine.root.named_parameters(remove_duplicate=False))
-        frozen = [prefix + name for name in names if name not in needed]
-        has_frozen = any(state_dict[name].numel() for name in frozen if name in state_dict)  # more than a placeholder
-        if len(own) == len(STATE) and not has_frozen:  # a trained state
-            try:
-                _check_same_base(engine, stored, needed)
-            except SparsifyError:
-                engine.weights.write()
-                raise
-            engine.loading = set(), prefix, needed
-            for name in frozen:
-                state_dict.pop(name, None)
-        room = engine.values.numel()
-        for name in (IDS, BASE):
-            entries = stored[name][: int(stored[POSITION][2])]
-            entries = entries.long() if name == IDS else entries
-            state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
-        if engine.steps is None:
-            engine.steps = saved.get("steps")
-        engine.extended_at = saved.get(EXTENDED, 0)
+    engine.weights.write_base()  # entries that are unmasked here may be masked there
+    engine.weights.mark_stale()
+    needed = _needed(engine)
+    names = (name for name, _ in engine.root.named_parameters(remove_duplicate=False))
+    frozen = [prefix + name for name in names if name not in needed]
+    has_frozen = any(state_dict[name].numel() for name in frozen if name in state_dict)  # more than a placeholder
+    if len(own) == len(STATE) and not has_frozen:  # a trained state
+        try:
+            _check_same_base(engine, stored, needed)
+        except SparsifyError:
+            engine.weights.write()
+            raise
+        engine.loading = True, prefix, needed
+        for name in frozen:
+            state_dict.pop(name, None)
+    room = engine.values.numel()
+    for name in (IDS, BASE):
+        entries = stored[name][: int(stored[POSITION][2])]
+        entries = entries.long() if name == IDS else entries
+        state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
+    if engine.steps is None:
+        engine.steps = saved.get("steps")
+    engine.extended_at = saved.get(EXTENDED, 0)
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
     engine: Engine = root.__dict__[ENGINE]
-    plain, prefix, needed = engine.loading
+    has_entries, prefix, needed = engine.loading
     if needed is not None:
         missing = incompatible_keys.missing_keys
         missing[:] = [name for name in missing if not name.startswith(prefix) or name[len(prefix) :] in needed]
-    engine.state_loaded(plain)
+    engine.state_loaded(has_entries=has_entries)
+
+
+def _before_module_load(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+    """Notes the masked weights that a module loads, whether the root loads them or a part of it."""
+    for attribute, tensor in masked_tensors(module).items():
+        if prefix + attribute in state_dict and not tensor.is_quantized:
+            engine: Engine = tensor.collector
+            engine.weights.check_trained("load_state_dict()")
+            engine.weights.loaded[tensor] = module, attribute  # type: ignore[index]
 
 
 # ------------------------------------------------------------------------------------ the trained state

@@ -18,7 +18,6 @@ from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
-from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.selection.screening import Work
 from sparsify.strategies.strategy import PRESETS, Given, Increment, Repeat, Strategy
@@ -164,7 +163,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summary:
     """The summary of an engine's model; ``model`` is the same, or holds it."""
-    engine.catch_up()
+    engine.catch_up(by_value=True)
     counts = {tensor.name: tensor.count for tensor in engine.tensors}
     parameters = dict(engine.root.named_parameters())
     return Summary(
@@ -204,9 +203,7 @@ def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
         if name in left_out or parameter.is_meta:
             continue
         tensor = masked.get(parameter)
-        weight = full_values(parameter) if tensor is None else tensor.weight
-        if tensor is not None and tensor.count:
-            weight = put(weight.clone(), tensor.indices, tensor.base.to(weight.dtype))
+        weight = full_values(parameter) if tensor is None else tensor.base_weight
         if type(weight) is Tensor:
             digests[name] = (weight.dtype, digest(weight))
     return digests

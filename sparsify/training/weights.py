@@ -8,6 +8,7 @@ before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -16,16 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
+from sparsify.common.names import listed
+from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.core.devices import runs_ahead
+from sparsify.core.module import masked_tensors
 from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
 from sparsify.masked.tensor import ModelTensor
+from sparsify.training.entries import ModelEntries
 from sparsify.training.sharding import check_root
 
 Model = TypeVar("Model", bound=nn.Module)
+Digests = dict[str, tuple[torch.dtype, str]]  # of the base's weights, by name
 
 OFFLOADED = (
     "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
@@ -81,13 +87,15 @@ class BaseWeights(AbstractContextManager[Model]):
 class EffectiveWeights:
     """The weights of a training step's model at its unmasked entries."""
 
-    def __init__(self, step: TrainingStep, tensors: Sequence[ModelTensor]) -> None:
-        self.step, self._tensors, self._entries = step, tensors, step.entries
+    def __init__(self, step: TrainingStep, tensors: Sequence[ModelTensor], entries: ModelEntries) -> None:
+        self.step, self._tensors, self._entries = step, tensors, entries
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
-        self._version = 0  # of the flat delta then
+        self._version = self.writes = 0  # of the flat delta then, and how often they were written
         self._addresses: list[int] | None = None  # of the weights, where they were written by these
+        # tensors whose weights state dicts of the model, or of a part, have replaced, with the last place to load them
+        self.loaded: dict[ModelTensor, tuple[nn.Module, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}  # a copy writes them before they are used
@@ -128,7 +136,7 @@ class EffectiveWeights:
             self._addresses = None
         self.are_sums = not but
         self._written, self._written_dtype = values.clone(), tensors[0].dtype
-        self._version = values._version
+        self._version, self.writes = values._version, self.writes + 1
 
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
@@ -183,6 +191,50 @@ class EffectiveWeights:
             if tensor.count:
                 tensor.write_base()
 
+    def end_load(self, has_entries: bool) -> Set[ModelTensor]:
+        """Ties the ``loaded`` weights again, the last one wins; returns those that came without entries."""
+        loaded, self.loaded = self.loaded, {}
+        for module in self._entries.root.modules() if loaded else ():
+            for attribute, tensor in masked_tensors(module).items():
+                if tensor in loaded:
+                    place, name = loaded[tensor]
+                    module._parameters[attribute] = place._parameters[name]
+        return set() if has_entries else loaded.keys()
+
+    def has_other_base(self, tensor: ModelTensor, digests: Digests) -> bool:
+        """Whether a weight has other pretrained values than in the ``digests`` of the base, as far as that is known."""
+        dtype, known = digests.get(tensor.name, (None, ""))
+        return dtype == tensor.dtype and not is_shard(tensor.parameter) and digest(tensor.base_weight) != known
+
+    def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
+        """Takes weights that came without entries for the values that run.
+
+        Their delta is then weight minus base; or zero, where the frozen entries are others too: that is another base.
+        """
+        base, values, others = self._entries.base, self._entries.values.detach(), []
+        for tensor in plain:
+            own, slots = tensor.own_effective, tensor.slots.to(values.device)
+            if self.has_other_base(tensor, digests):
+                base[slots] = own.to(base)
+                digests[tensor.name] = tensor.dtype, digest(tensor.weight)
+                others += [tensor.name] if tensor.count else []
+            values[slots] = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+        if plain and not self._entries.count:
+            warnings.warn(
+                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are "
+                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included; the "
+                "checkpoints of the Hugging Face Trainer have them where it was given SparsifyCallback.",
+                stacklevel=5,
+            )
+        if others:
+            warnings.warn(
+                f"other pretrained weights were loaded into {listed(others)}: they are the base there now, from which "
+                "the entries, which stay the same ones, start again. Load pretrained weights before sparsify().",
+                stacklevel=5,
+            )
+        self.write(but=plain)
+        self._entries.remember()
+
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh()
@@ -193,10 +245,12 @@ class EffectiveWeights:
         return trained
 
     def make_trained(self, trained: list[Tensor]) -> None:
+        self.step.paused = False
+        if self._entries.catch_up():
+            return  # something has replaced the entries; they are read, and the weights written, at the next use
         self.reshard()
         for tensor, values in zip(self._tensors, trained, strict=True):
             tensor.write_without_version_bump(values)
-        self.step.paused = False
 
     def reshard(self) -> None:
         """Returns gathered weights to their shards, where they may be read and written."""

@@ -13,9 +13,9 @@ from sparsify import SparseDelta, SparsifyError, sparsify, summary
 BUDGET, STEPS, DECAY = 24, 6, 0.7
 
 
-def trained(update=AveragedModel.update_parameters, start=copy.deepcopy, strategy="id3"):
+def trained(update=AveragedModel.update_parameters, start=copy.deepcopy, strategy="id3", dtype=torch.float64):
     """The pretrained model, the average, the effective weights before training and after each step, and the batches."""
-    model, batches = build("bert", dtype=torch.float64)
+    model, batches = build("bert", dtype=dtype)
     pretrained = copy.deepcopy(model)
     sparsify(model, BUDGET, strategy, steps=STEPS)
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-2)
@@ -81,6 +81,48 @@ def test_an_average_without_the_buffers_is_refused_as_a_delta_and_one_of_the_ind
     _, average, _, batches = trained(start=functools.partial(AveragedModel, use_buffers=True))
     with pytest.raises(SparsifyError, match=r"make no sense any more.*use_buffers=False"):
         loss_of(average, batches[0])
+
+
+class OfMMEngine:
+    """mmengine's BaseAveragedModel: copies first, then averages, all through ``.data``, and copies the buffers."""
+
+    def __init__(self, model):
+        self.module, self.steps = copy.deepcopy(model).requires_grad_(False), 0
+        self.module.state_dict()
+
+    def update(self, model):
+        for own, other in zip(self.module.parameters(), model.parameters(), strict=True):
+            own.data.lerp_(other.data, 1 - DECAY if self.steps else 1)
+        for own, other in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.data.copy_(other.data)
+        self.steps += 1
+
+
+def test_an_average_by_data_alone_as_mmengines_is_one():
+    pretrained, average, seen, batches = trained(OfMMEngine.update, OfMMEngine)
+    check(pretrained, average.module, ema_of(seen[1:]), batches)
+    assert SparseDelta.from_model(average.module).config["steps_done"] == STEPS
+
+
+@torch.no_grad()
+def average_as_yolo(average, model):
+    """ultralytics' ModelEMA: all floats of the state dict, those of the entries' pretrained values too."""
+    others = model.state_dict()
+    for name, value in average.state_dict().items():
+        if value.dtype.is_floating_point:
+            value *= DECAY
+            value += (1 - DECAY) * others[name].detach()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sentence"), [("id3", "buffers were not"), ("random", "an average of equal numbers")]
+)
+def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(strategy, sentence):
+    pretrained, average, seen, batches = trained(average_as_yolo, strategy=strategy, dtype=torch.float32)
+    pretrained.load_state_dict(ema_of(seen), strict=False)
+    torch.testing.assert_close(loss_of(average, batches[-1]), loss_of(pretrained, batches[-1]))
+    with pytest.raises(SparsifyError, match=rf"{sentence}.*own\.copy_\(other\)"):
+        SparseDelta.from_model(average)
 
 
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():

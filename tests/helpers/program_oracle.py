@@ -46,7 +46,7 @@ class Dense:
         self.candidates = self._candidates()
         self.budget = max(1, int(program.share * int(self.candidates.sum())))
         self.mask = torch.zeros_like(self.candidates)
-        self.step_number, self.gradient, self.finite, self.selected = 0, None, True, False
+        self.step_number, self.gradient, self.finite, self.selected, self.may_drop = 0, None, True, False, False
         self.score = IMPORTANCES[program.importance][1]
         self.uses_gradient = IMPORTANCES[program.importance][0].uses_gradient
         if program.selection in ("static", "given"):
@@ -101,6 +101,7 @@ class Dense:
             seen[winners] = True
             if gradient[seen].isfinite().all():
                 self._choose(winners, scores, quota, chosen)
+        self.may_drop |= self.selected and not retain
         self.finite &= bool(gradient[seen].isfinite().all())
         self.gradient = gradient.where(self.mask, 0) + (0 if self.gradient is None else self.gradient)
 
@@ -116,8 +117,9 @@ class Dense:
             own[fitting] = True
         if not torch.equal(own, chosen):
             self._check_rounding(own, scores, quota, chosen)
+        self.before = self.mask, self.touched
         self.mask, self.selected = chosen.clone(), True
-        self.touched |= chosen
+        self.touched = self.touched | chosen
 
     def _check_rounding(self, own, scores, quota, chosen):
         """Raises unless each choice is as good as the other up to rounding, and of the same size."""
@@ -139,10 +141,12 @@ class Dense:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([self.delta], clip)
             self.optimizer.step()
-            self.step_number, self.selected = self.step_number + 1, False
+            self.step_number, self.selected, self.may_drop = self.step_number + 1, False, False
 
     def zero_grad(self, set_to_none):
         self.finite = True
+        if self.may_drop:  # without a step: the choice of the passes since the last one goes with their gradient
+            (self.mask, self.touched), self.selected, self.may_drop = self.before, False, False
         if self.gradient is not None:
             self.gradient = None if set_to_none else torch.zeros_like(self.gradient)
 

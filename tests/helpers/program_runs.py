@@ -174,7 +174,7 @@ class Run:
 
     def go_on_with(self, model):
         state = self.optimizer.state_dict()
-        self.sparse, self.dense.gradient = model, None
+        self.sparse, self.dense.gradient, self.dense.may_drop = model, None, False
         self.optimizer = OPTIMIZERS[self.program.optimizer]([model.sparse_values])
         self.optimizer.load_state_dict(state)
         self.compare_weights()

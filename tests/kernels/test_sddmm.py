@@ -10,7 +10,7 @@ from products import KINDS, SIZES, exact, factors, seeded
 
 from sparsify.core import gradients
 from sparsify.kernels import has_triton
-from sparsify.kernels.sddmm import plain_sddmm
+from sparsify.kernels.sddmm import plain_sddmm, sampling_pays
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

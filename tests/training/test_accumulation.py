@@ -128,3 +128,65 @@ def test_a_backward_pass_inside_one_that_selects_is_refused():
     hook.remove()
     with pytest.raises(SparsifyError, match=r"at the same time, in several threads or one inside the other"):
         loss.backward()
+
+
+def three_steps(model, dropped):
+    """Three steps, two of them after a batch whose gradient is dropped; the last one spends the budget."""
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for number, x in enumerate(torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))):
+        if dropped and number:
+            model(50 * x.flip(0)).square().sum().backward()
+        loss = model(x).square().sum() if dropped == "between" else None  # forward, zero_grad(), backward
+        optimizer.zero_grad(set_to_none=dropped != "zeros")
+        if dropped == "a copy":
+            model = copy.deepcopy(model)
+            optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+        (model(x).square().sum() if loss is None else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+@pytest.mark.parametrize("how", ["none", "zeros", "between", "a copy"])
+def test_a_batch_that_is_dropped_after_backward_might_not_have_been(how, strategy):
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    expected, model = (sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=3) for _ in range(2))
+    expected = three_steps(expected, None)
+    with pytest.warns(UserWarning, match=r"was dropped before an optimizer step \(zero_grad\(\)\)"):
+        state = three_steps(model, how)
+    assert all(torch.equal(value, state[name]) for name, value in expected.items())
+
+
+def test_gradients_that_are_combined_by_hand_are_of_one_set_of_entries(recwarn):
+    losses = [lambda model, x=x: model(x).square().sum() for x in torch.randn(3, 4, 6)]
+    summed, by_grad, retained = *pair(), pair()[0]
+    sum(loss(summed) for loss in losses[:1]).backward()
+    chosen = unmasked_sets(summed)
+    for loss in losses[1:]:
+        loss(summed).backward()
+    grads = [torch.autograd.grad(loss(by_grad), by_grad.sparse_values)[0] for loss in losses]
+    torch.testing.assert_close(sum(grads), summed.sparse_values.grad)
+    graphs, grads = [loss(retained) for loss in losses], []
+    for graph in graphs:  # as PCGrad does
+        retained.zero_grad()
+        graph.backward(retain_graph=True)
+        grads.append(retained.sparse_values.grad.clone())
+    torch.testing.assert_close(sum(grads), summed.sparse_values.grad)
+    assert unmasked_sets(summed) == unmasked_sets(by_grad) == unmasked_sets(retained) == chosen
+    assert not [each for each in recwarn if "dropped" in str(each.message)]
+
+
+def test_a_second_pass_uphill_keeps_the_entries_of_the_first():
+    model, _ = pair()
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    x = torch.randn(4, 6)
+    model(x).square().sum().backward()
+    chosen, climb = unmasked_sets(model), model.sparse_values.grad.sign() * 0.05
+    model.sparse_values.data.add_(climb)  # as SAM's first_step(zero_grad=True)
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    model.sparse_values.data.sub_(climb)
+    optimizer.step()
+    assert unmasked_sets(model) == chosen

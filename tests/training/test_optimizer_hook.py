@@ -1,6 +1,7 @@
 """Optimizers that hold the flat delta, that should and do not, and that have nothing to do with it."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -107,6 +108,58 @@ def test_gradients_that_are_handed_to_a_copy_train_the_copy():
     server.sparse_values.grad = model.sparse_values.grad.clone()
     optimizer.step()
     assert (summary(server).step, summary(model).step) == (1, 0)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_initialises_the_optimizer_is_none(make):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, batches = built("mlp")
+    whole = copy.deepcopy(model)
+    optimizer, others = (make([each.sparse_values], lr=0.01) for each in (model, whole))
+    for number, batch in enumerate(batches):
+        step(whole, batch, others)
+        step(model, batch, optimizer)
+        optimizer.zero_grad()
+        state = copy.deepcopy(get_state_dict(model, optimizer))
+        if number % 5 == 2:
+            model, _ = built("mlp")
+            optimizer = make([model.sparse_values], lr=0.01)
+            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+        assert (summary(model).step, summary(model).unmasked) == (number + 1, summary(whole).unmasked)
+    assert torch.equal(model.sparse_values, whole.sparse_values)
+
+
+def added_adapter():
+    peft = pytest.importorskip("peft")
+    model, batches = build("bert")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
+    sparsify(model, BUDGET, steps=STEPS)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    step(model, batches[0], optimizer)
+    model.add_adapter("second", peft.LoraConfig(target_modules=["value"]))
+    model.base_model.set_adapter(["default", "second"])
+    return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), batches, "lora_A.second"
+
+
+def unfrozen():
+    model, batches = build("bert")
+    model.bert.embeddings.requires_grad_(False)
+    sparsify(model, BUDGET, steps=STEPS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, batches[0], optimizer)
+    model.bert.embeddings.requires_grad_(True)
+    return model, optimizer, batches, r"embeddings\.word_embeddings\.weight"
+
+
+@pytest.mark.parametrize("make", [added_adapter, unfrozen])
+def test_what_trains_later_and_is_in_no_delta_is_named_once(make):
+    model, optimizer, batches, name = make()
+    with pytest.warns(UserWarning, match=f"{name}.*can train, but no delta holds them"):
+        step(model, batches[1], optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(model, batches[2], optimizer)
 
 
 def test_one_of_several_optimizers_may_hold_the_flat_delta():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import warnings
 
 import pytest
@@ -13,7 +14,17 @@ from oracle import unmasked_sets
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparsify import BaseMismatchError, desparsify, sparsify, summary, trained_state
+from sparsify import (
+    BaseMismatchError,
+    SparseDelta,
+    SparsifyError,
+    base_weights,
+    desparsify,
+    get_engine,
+    sparsify,
+    summary,
+    trained_state,
+)  # fmt: skip
 from sparsify.strategies.importance import SNIP, Magnitude
 from sparsify.strategies.strategy import Increment, Prune, Strategy
 from sparsify.training.plan import STATE
@@ -172,3 +183,125 @@ def test_save_pretrained_says_that_it_writes_no_delta(tmp_path):
         model.state_dict()
         torch.save(trained_state(model), tmp_path / "state")
         desparsify(model).save_pretrained(tmp_path)
+
+
+class Parts(nn.Module):
+    """A body whose table is the head's weight, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleDict({"table": nn.Embedding(9, 6), "middle": nn.Linear(6, 6)})
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.body["table"].weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body["middle"](self.body["table"](ids))))
+
+
+IDS = torch.arange(9).view(3, 3)
+
+
+def parts(strategy="id3", trained=3, seed=0):
+    """A plain model, and the same one in training."""
+    torch.manual_seed(seed)
+    plain = Parts()
+    model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for _ in range(trained):
+        model(IDS).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain, model, optimizer
+
+
+def assert_trains_on(model, optimizer, base, expected):
+    """The model has the ``expected`` outputs before and after a step that moves nothing, and its delta fits a base."""
+    optimizer.param_groups[0]["lr"] = 0.0
+    model(IDS).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model(IDS), expected)
+    SparseDelta.from_model(model).apply(base)
+    torch.testing.assert_close(base(IDS), expected)
+    assert summary(model, verify=True).verification.ok
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("strategy", "trained"), [("id3", 0), ("random", 0), ("id3", 3)])
+@pytest.mark.parametrize("name", ["", "body", "body.table"])
+def test_pretrained_weights_loaded_into_a_part_are_its_base_now(name, strategy, trained, assign):
+    plain, model, optimizer = parts(strategy, trained)
+    torch.manual_seed(1)
+    others = copy.deepcopy(Parts().get_submodule(name).state_dict())  # where ties are clones
+    expected, base = copy.deepcopy(model), copy.deepcopy(plain)
+    for each in (expected, base):
+        each.get_submodule(name).load_state_dict(others, strict=False)
+    model.get_submodule(name).load_state_dict(others, strict=False, assign=assign)
+    with warnings.catch_warnings(record=True) as said:
+        model.state_dict()
+    assert name == "" or re.search("other pretrained weights|they are its base now", str(said[0].message))
+    assert_trains_on(model, optimizer, base, expected(IDS).detach())
+    assert model.head.weight is model.body["table"].weight
+
+
+def test_merged_weights_loaded_into_a_part_go_on_with_the_same_delta():
+    plain, model, optimizer = parts()
+    values, expected = model.sparse_values.detach().clone(), model(IDS).detach()
+    merged = {name: value.clone() for name, value in model.body.state_dict().items()}
+    model.sparse_values.data.zero_()
+    model(IDS)
+    model.body.load_state_dict(merged)
+    model(IDS)
+    tensors = [tensor for tensor in get_engine(model).tensors if tensor.name.startswith("body")]
+    slots = torch.cat([tensor.slots for tensor in tensors])
+    torch.testing.assert_close(model.sparse_values[slots], values[slots])
+    model.sparse_values.data.copy_(values)
+    assert_trains_on(model, optimizer, plain, expected)
+
+
+@pytest.mark.parametrize("name", ["", "body"])
+def test_a_load_among_the_base_weights_is_refused_and_changes_nothing(name):
+    _, model, _ = parts()
+    state, before = copy.deepcopy(parts(seed=1)[1].get_submodule(name).state_dict()), bits(model)
+    with base_weights(model), pytest.raises(SparsifyError, match=r"load_state_dict\(\) inside base_weights\(\)"):
+        model.get_submodule(name).load_state_dict(state)
+    assert bits(model) == before
+
+
+def test_a_block_of_base_weights_ends_though_entries_were_replaced_within():
+    _, model, _ = parts()
+    other = parts(trained=5)[1]
+    with base_weights(model):
+        for name, tensor in copy.deepcopy(other.state_dict()).items():
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            module._buffers[attribute] = tensor if attribute in module._buffers else None
+            if module._buffers[attribute] is None:
+                del module._buffers[attribute]
+                module._parameters[attribute].data.copy_(tensor)
+        with pytest.raises(SparsifyError, match=r"a state was loaded inside base_weights\(\)"):
+            model(IDS)
+    torch.testing.assert_close(model(IDS), other(IDS))
+    assert bits(model) == bits(other)
+
+
+@pytest.mark.parametrize("strategy", ["id3", "random"])
+def test_accelerates_loader_for_several_devices_brings_everything(strategy, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    _, straight, _ = parts(strategy)
+    save_file({name: value.clone() for name, value in straight.state_dict().items()}, tmp_path / "model.safetensors")
+    _, resumed, _ = parts(strategy, trained=0)
+    accelerate.load_checkpoint_in_model(resumed, tmp_path, device_map={"": "cpu"})
+    assert (get_engine(resumed).step, get_engine(resumed).unmasked) == (3, get_engine(straight).unmasked)
+    resumed.body["table"].weight = resumed.head.weight
+    assert bits(resumed) == bits(straight)
+
+
+def test_an_earlier_state_that_is_written_into_the_models_own_tensors_is_gone_back_to():
+    _, model, _ = parts(trained=2)
+    earlier, before = copy.deepcopy(model.state_dict()), bits(model)
+    _, later, _ = parts(trained=5)
+    state = later.state_dict()
+    for name, value in earlier.items():
+        state[name].copy_(value)  # as torch.distributed.checkpoint.load() does
+    later.load_state_dict(state)
+    assert bits(later) == before
