@@ -86,10 +86,7 @@ def find_targets(
                 )
         can_train = (parameter.requires_grad and parameter.numel()) or (packed and takes_quantized)
         if holders & dense and (tied := sorted(holders & (excluded - dense))):
-            raise SparsifyError(
-                f"`{name}` is to be trained dense (modules_to_save), and exclude_modules names the module `{tied[0]}`, "
-                "which shares it; leave one of them out."
-            )
+            raise SparsifyError(f"`{name}` is in modules_to_save, and tied to `{tied[0]}` in exclude_modules.")
         if parameter in rows or (can_train and holders & targeted and not holders & (dense | excluded)):
             candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:

@@ -315,10 +315,10 @@ class Engine(TrainingStep):
         if optimizer is not None and was_counted(self, optimizer):
             self.refresh()
             return
-        if self.weights.loaded:
-            self.state_loaded(has_entries=False)
         if optimizer is not None and not self.passes and self.weights.are_in_step:
             return  # it has initialised the optimizer's state, as torch's distributed checkpoint does
+        if self.weights.loaded:
+            self.state_loaded(has_entries=False)
         self._warn_of_unreached()
         with uninterrupted():
             note_counted(self)

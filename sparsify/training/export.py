@@ -42,9 +42,8 @@ UNKNOWN_VALUES = (
     "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
 )
 AVERAGED_BASE = (
-    "the pretrained values of this model are not bit-equal to those at sparsify(), since something has written to "
-    "`sparse_base` and the frozen weights: an average of equal numbers is rounded. In an EMA of your own average "
-    "`sparse_values` alone, and copy the buffers: own.copy_(other)."
+    "`sparse_base` was written to, and is no longer bit-equal to the base: an average of equal numbers is rounded. In "
+    "an EMA of your own average `sparse_values` alone, and copy the buffers: own.copy_(other)."
 )
 NOT_FINITE = (
     "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
@@ -63,9 +62,8 @@ class DeltaSource:
         """The parts of a :class:`sparsify.SparseDelta`, of the first ``budget`` entries or all."""
         engine = self._engine
         engine.catch_up(by_value=True)
-        if engine.entries.base_was_written and any(
-            engine.weights.has_other_base(tensor, engine.base_digests) for tensor in engine.tensors if tensor.count
-        ):
+        trained = [t for t in engine.tensors if t.count and engine.entries.base_was_written]
+        if any(engine.weights.has_other_base(tensor, engine.base_digests) for tensor in trained):
             raise SparsifyError(f"SparseDelta.from_model(): {AVERAGED_BASE}")
         version = Exporter(self._engine, model, "SparseDelta.from_model()")(budget)
         return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config

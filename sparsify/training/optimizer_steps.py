@@ -50,9 +50,9 @@ _GRADIENTS: weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], i
 
 STEPPED = "was to step after a backward pass of a sparsified model"
 DROPPED = (
-    "the gradient of a backward pass was dropped before an optimizer step (zero_grad()): the entries that it had "
-    "unmasked are masked again, and the next backward pass selects the step's entries. To combine the gradients of "
-    "several passes yourself, take them by torch.autograd.grad(loss, model.sparse_values), for one set of entries."
+    "a gradient was dropped before an optimizer step (zero_grad()): the entries that its backward pass had unmasked "
+    "are masked again, and the next pass selects those of the step. To combine gradients of several passes yourself, "
+    "take them by torch.autograd.grad(loss, model.sparse_values), for one set of entries."
 )
 UNHELD = (
     "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
@@ -84,11 +84,10 @@ def note_gradient(step: TrainingStep, writes: int) -> None:
 
 def was_dropped(step: TrainingStep, writes: int) -> bool:
     """Whether the gradient that was noted is gone or zero, and no step has begun, nor were the weights written."""
-    known, version, written = _GRADIENTS.get(step, (None, 0, -1))
-    if known is None or written != writes:
-        return False
-    grad = step.entries.values.grad
-    return grad is None or not ((known() is grad and grad._version == version) or bool(grad.any()))
+    known, version, written = _GRADIENTS.get(step, (None, 0, None))
+    if known is None or written != writes or (grad := step.entries.values.grad) is None:
+        return written == writes
+    return not ((known() is grad and grad._version == version) or bool(grad.any()))
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
@@ -142,7 +141,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
             _GRADIENTS.pop(step, None)
-        if not step.passes or id(values) in held:
+        if id(values) in held or not step.passes:
             continue
         replaced = (known() for known in _KNOWN.get(step, [])[:-1])
         frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))

@@ -154,7 +154,7 @@ def test_a_batch_that_is_dropped_after_backward_might_not_have_been(how, strateg
     plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     expected, model = (sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=3) for _ in range(2))
     expected = three_steps(expected, None)
-    with pytest.warns(UserWarning, match=r"was dropped before an optimizer step \(zero_grad\(\)\)"):
+    with pytest.warns(UserWarning, match=r"gradient was dropped before an optimizer step \(zero_grad\(\)\)"):
         state = three_steps(model, how)
     assert all(torch.equal(value, state[name]) for name, value in expected.items())
 
@@ -162,9 +162,7 @@ def test_a_batch_that_is_dropped_after_backward_might_not_have_been(how, strateg
 def test_gradients_that_are_combined_by_hand_are_of_one_set_of_entries(recwarn):
     losses = [lambda model, x=x: model(x).square().sum() for x in torch.randn(3, 4, 6)]
     summed, by_grad, retained = *pair(), pair()[0]
-    sum(loss(summed) for loss in losses[:1]).backward()
-    chosen = unmasked_sets(summed)
-    for loss in losses[1:]:
+    for loss in losses:
         loss(summed).backward()
     grads = [torch.autograd.grad(loss(by_grad), by_grad.sparse_values)[0] for loss in losses]
     torch.testing.assert_close(sum(grads), summed.sparse_values.grad)
@@ -174,19 +172,9 @@ def test_gradients_that_are_combined_by_hand_are_of_one_set_of_entries(recwarn):
         graph.backward(retain_graph=True)
         grads.append(retained.sparse_values.grad.clone())
     torch.testing.assert_close(sum(grads), summed.sparse_values.grad)
-    assert unmasked_sets(summed) == unmasked_sets(by_grad) == unmasked_sets(retained) == chosen
+    with torch.no_grad():
+        retained.sparse_values.add_(0.05)  # as SAM's first_step(zero_grad=True)
+    retained.zero_grad()
+    losses[1](retained).backward()
+    assert unmasked_sets(summed) == unmasked_sets(by_grad) == unmasked_sets(retained)
     assert not [each for each in recwarn if "dropped" in str(each.message)]
-
-
-def test_a_second_pass_uphill_keeps_the_entries_of_the_first():
-    model, _ = pair()
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
-    x = torch.randn(4, 6)
-    model(x).square().sum().backward()
-    chosen, climb = unmasked_sets(model), model.sparse_values.grad.sign() * 0.05
-    model.sparse_values.data.add_(climb)  # as SAM's first_step(zero_grad=True)
-    optimizer.zero_grad()
-    model(x).square().sum().backward()
-    model.sparse_values.data.sub_(climb)
-    optimizer.step()
-    assert unmasked_sets(model) == chosen
