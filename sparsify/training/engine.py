@@ -326,10 +326,8 @@ class Engine(TrainingStep):
             self._forward.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
-        trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer)) if optimizer else 1
-        if trained != self._trained:
-            self._trained = trained
-            self.source.warn_of_unheld()
+        if optimizer is not None and not torch.compiler.is_dynamo_compiling():
+            self._warn_of_unheld(sum(parameter.requires_grad for parameter in parameters_of(optimizer)))
 
     def write(self) -> None:
         self.weights.write()
@@ -407,6 +405,11 @@ class Engine(TrainingStep):
     def _find_dormant(self) -> None:
         for tensor in self.tensors if self.policy.static else ():
             tensor.dormant = not tensor.count
+
+    def _warn_of_unheld(self, trained: int) -> None:
+        if trained != self._trained:
+            self._trained = trained
+            self.source.warn_of_unheld()
 
     def _warn_of_unreached(self) -> None:
         if self.reached is None:

@@ -85,9 +85,10 @@ def note_gradient(step: TrainingStep, writes: int) -> None:
 def was_dropped(step: TrainingStep, writes: int) -> bool:
     """Whether the gradient that was noted is gone or zero, and no step has begun, nor were the weights written."""
     known, version, written = _GRADIENTS.get(step, (None, 0, None))
-    if known is None or written != writes or (grad := step.entries.values.grad) is None:
-        return written == writes
-    return not ((known() is grad and grad._version == version) or bool(grad.any()))
+    if known is None or written != writes:
+        return False
+    grad: Any = step.entries.values.grad
+    return grad is None or not ((known() is grad and grad._version == version) or bool(grad.any()))
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

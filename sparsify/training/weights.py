@@ -198,7 +198,7 @@ class EffectiveWeights:
             for attribute, tensor in masked_tensors(module).items():
                 if tensor in loaded:
                     place, name = loaded[tensor]
-                    module._parameters[attribute] = place._parameters[name]
+                    module._parameters[attribute] = place._parameters.get(name)  # [] would be a use of it
         return set() if has_entries else loaded.keys()
 
     def has_other_base(self, tensor: ModelTensor, digests: Digests) -> bool:
@@ -213,7 +213,7 @@ class EffectiveWeights:
         """
         base, values, others = self._entries.base, self._entries.values.detach(), []
         for tensor in plain:
-            own, slots = tensor.own_effective, tensor.slots.to(values.device)
+            own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
             if self.has_other_base(tensor, digests):
                 base[slots] = own.to(base)
                 digests[tensor.name] = tensor.dtype, digest(tensor.weight)
