@@ -78,7 +78,8 @@ def note_values(step: TrainingStep) -> None:
 
 def note_gradient(step: TrainingStep, writes: int) -> None:
     """Remembers the flat delta's gradient; that of ``torch.autograd.grad`` is the user's, and none is there."""
-    if (grad := step.entries.values.grad) is not None:
+    grad: Any = step.entries.values.grad
+    if grad is not None:
         _GRADIENTS[step] = weakref.ref(grad), grad._version, writes
 
 
