@@ -78,7 +78,7 @@ def note_values(step: TrainingStep) -> None:
 
 def note_gradient(step: TrainingStep, writes: int) -> None:
     """Remembers the flat delta's gradient; that of ``torch.autograd.grad`` is the user's, and none is there."""
-    grad: Any = step.entries.values.grad
+    grad = step.entries.values.grad
     if grad is not None:
         _GRADIENTS[step] = weakref.ref(grad), grad._version, writes
 
@@ -89,7 +89,8 @@ def was_dropped(step: TrainingStep, writes: int) -> bool:
     if known is None or written != writes:
         return False
     grad: Any = step.entries.values.grad
-    return grad is None or not ((known() is grad and grad._version == version) or bool(grad.any()))
+    is_noted = known() is grad
+    return grad is None or not ((is_noted and grad._version == version) or bool(grad.any()))
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
