@@ -64,9 +64,9 @@ class Entries:
             self._split = [part.split(self.counts) for part in self.by_tensor]
         return self._split[0][number], self._split[1][number]
 
-    def effective(self) -> tuple[Tensor, ...]:
-        """Base + delta of each tensor's entries (k,), by ascending index."""
-        base, values = self.base, self.values.detach()[: self.count]
+    def effective(self, values: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Base + delta, the model's or another (capacity,), of each tensor's entries (k,), by ascending index."""
+        base, values = self.base, (self.values.detach() if values is None else values)[: self.count]
         total = base.to(torch.promote_types(base.dtype, values.dtype)) + values.to(base.device)
         return total.index_select(0, self.by_tensor[0]).split(self.counts)
 

@@ -17,7 +17,7 @@ from sparsify.api import extend, get_engine, summary
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.integrations import checkpoints
+from sparsify.integrations import checkpoints, references
 from sparsify.strategies.strategy import Increment
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
@@ -41,6 +41,8 @@ class SparsifyCallback(TrainerCallback):
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
       Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
+    - TRL's DPO, KTO, GRPO and RLOO trainers refer to the model's own base, not to a second model that TRL has loaded; with
+      ``sync_ref_model`` it follows. A ``ref_model`` that they are given is kept.
     - With ``push_to_hub`` every upload has the delta too (transformers 5; version 4 has no event for uploads).
 
     Args:
@@ -62,8 +64,10 @@ class SparsifyCallback(TrainerCallback):
     def __init__(self, *, extend: bool = False, publish: Callable[[DeltaUpdate], object] | None = None) -> None:
         self._extend, self._publish = extend, publish
         self.publisher: DeltaPublisher | None = None
+        self._following: references.BaseReference | None = None  # a reference that moves with the model
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        references.note_given()
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
@@ -93,6 +97,7 @@ class SparsifyCallback(TrainerCallback):
                 stacklevel=2,
             )
         warn_of_unheld(engine, model)
+        self._following = references.use_base(model, args)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(checkpoints.save_checkpoint, model, args, state)
         if self._publish is not None:
@@ -107,6 +112,8 @@ class SparsifyCallback(TrainerCallback):
             event["model"].zero_grad()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        if self._following is not None and state.global_step % args.ref_model_sync_steps == 0:
+            self._following.values.lerp_(event["model"].sparse_values.detach(), args.ref_model_mixup_alpha)
         if self._publish is not None and self.publisher is not None:
             update = self.publisher.update()  # on all ranks, which gather what is sharded
             if state.is_world_process_zero:
@@ -135,7 +142,7 @@ class SparsifyCallback(TrainerCallback):
             delta.save(args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        model = event["model"]
+        model, self._following = event["model"], None
         vars(model).pop(SAVE, None)
         if not args.load_best_model_at_end:
             return

@@ -1,6 +1,7 @@
 """TRL's trainers on a sparsified tiny Llama: the oracle's entries, resuming, DPO's reference, GRPO's rollouts."""
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -8,10 +9,20 @@ import torch
 from deltas import bits
 from models import build
 from oracle import unmasked_sets
+from quantized_models import quantize
 from trainers import WORDS, assert_same, outcome, tokenizer
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
-from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, get_engine, load_model, sparsify, summary
+from sparsify import (
+    DeltaSubscriber,
+    SparseDelta,
+    SparsifyCallback,
+    SparsifyError,
+    get_engine,
+    load_model,
+    sparsify,
+    summary,
+)
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
@@ -56,9 +67,9 @@ def sft(*args, **options):
     return make_trainer(trl.SFTTrainer, trl.SFTConfig, rows, *args, max_length=12, **options)
 
 
-def dpo(*args, **options):
+def dpo(*args, kind=trl.DPOTrainer, **options):
     pairs = {name: sentences(24, 4, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"))}
-    return make_trainer(trl.DPOTrainer, trl.DPOConfig, pairs, *args, max_length=12, **options)
+    return make_trainer(kind, trl.DPOConfig, pairs, *args, max_length=12, **options)
 
 
 def variety(completions, **columns):
@@ -124,6 +135,83 @@ def test_dpos_reference_is_the_base(base, tmp_path):
         assert log == pytest.approx(runs[1][0][step], rel=1e-4)
 
 
+def losses(trainer):
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_the_base_takes_the_place_of_the_second_model_that_is_freed(kind, base, tmp_path):
+    options = {"beta": 0.3, "save_strategy": "no"}
+    trainer = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path, **options)
+    second = weakref.ref(trainer.ref_model)
+    trainer.train()
+    assert second() is None
+    late = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path, callbacks=[], **options)
+    late.add_callback(SparsifyCallback())
+    with pytest.warns(UserWarning, match=r"reference is a second model.*pass it in callbacks=\[...\]"):
+        late.train()
+    assert isinstance(late.ref_model, LlamaForCausalLM)
+    assert losses(trainer) == losses(late)
+    assert torch.equal(trainer.model.sparse_values, late.model.sparse_values)
+    assert trainer.model.training
+
+
+class Mixing(TrainerCallback):
+    """A second model that follows, parameter by parameter, as TRL's does for a dense model."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % args.ref_model_sync_steps == 0:
+            for name, parameter in self.model.named_parameters():
+                parameter.data.lerp_(model.get_parameter(name).data, args.ref_model_mixup_alpha)
+
+
+SYNCED = {"save_strategy": "no", "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6, "sync_ref_model": True}
+
+
+def test_a_reference_that_is_synced_follows_the_trained_values(base, tmp_path):
+    model, mixing, tokens = sparsify(load(base), BUDGET), Mixing(load(base)), torch.arange(8)[None]
+    trainer = dpo(model, tmp_path, callbacks=[SparsifyCallback(), mixing], **SYNCED)
+    for _ in range(2):
+        trainer.train()
+        torch.testing.assert_close(trainer.ref_model(tokens).logits, mixing.model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(trainer.ref_model(tokens).logits, load(base)(tokens).logits)
+    assert summary(model, verify=True).verification.ok
+
+
+def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_kept(base, tmp_path):
+    given = load(base)
+    for model, options, match in (
+        (sparsify(load(base), BUDGET), {"ref_model": given}, "it was given to the trainer"),
+        (sparsify(load(base), BUDGET, modules_to_save=["lm_head"]), {}, "`lm_head.weight` of modules_to_save has no"),
+    ):
+        kind = partial(trl.DPOTrainer, **options)
+        with pytest.raises(SparsifyError, match=f"sync_ref_model=True would mix .*{match}"):
+            dpo(model, tmp_path, kind=kind, **SYNCED).train()
+    trainer = dpo(sparsify(load(base), BUDGET), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1)
+    trainer.train()
+    assert trainer.ref_model is given
+
+
+def test_the_reference_of_a_quantized_model_is_quantized(base, tmp_path):
+    model = sparsify(quantize(load(base), "nf4"), BUDGET, target_modules="all-linear")
+    trainer = dpo(model, tmp_path, save_strategy="no")
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
+    assert len(set(losses(trainer))) == STEPS
+
+
+def test_a_peft_config_is_refused_by_its_name(base, tmp_path):
+    from peft import LoraConfig
+
+    for callbacks in ([], None):
+        kind = partial(trl.DPOTrainer, peft_config=LoraConfig(r=2))
+        with pytest.raises(SparsifyError, match="does not require grad: .*trainers that are given a peft_config"):
+            dpo(sparsify(load(base), BUDGET, steps=STEPS), tmp_path, callbacks=callbacks, kind=kind).train()
+
+
 def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path):
     from peft import LoraConfig, get_peft_model
 
@@ -132,9 +220,8 @@ def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path)
     trainer = dpo(sparsify(model, 0.3), tmp_path)
     assert trainer.ref_model is None
     trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
-    assert len(set(losses)) == STEPS
+    assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
+    assert len(set(losses(trainer))) == STEPS
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items() if "lora_" not in name)
     tokens = torch.arange(8)[None]
