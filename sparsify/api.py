@@ -281,7 +281,9 @@ def base_weights(model: Model) -> AbstractContextManager[Model]:
         >>> with base_weights(model):
         ...     reference = model(torch.ones(1, 4))
     """
-    return BaseWeights(get_engine(model).weights, model)
+    engine = get_engine(model)
+    engine.catch_up()
+    return BaseWeights(engine.weights, model)
 
 
 def optimizer_stepped(model: nn.Module) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 
 class SparsifyError(ValueError):
-    """A model, an argument or a call that sparsify cannot work with."""
+    """A model, an argument or a call that sparsify cannot work with; what is not printable in its text is escaped."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DeltaFormatError(SparsifyError):
@@ -28,6 +31,11 @@ class MissingUpdateError(SparsifyError):
 
 class StaleUpdateError(SparsifyError):
     """A message of a version that a follower is past already: it can be dropped."""
+
+
+def printable(text: object) -> str:
+    """Untrusted text with everything escaped that could control a terminal or turn the direction of writing."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def brief(text: object, most: int = 300) -> str:

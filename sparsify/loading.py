@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.adapters.extensions import extend
+from sparsify.adapters.extensions import check_rebuilt, extend
 from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.merge import recorded_labels
@@ -72,6 +72,7 @@ def load_model(
     _check_arguments(base, delta, model_class)
     if not isinstance(delta, SparseDelta):
         delta = SparseDelta.load(delta, **{key: kwargs[key] for key in _SHARED_WITH_HUB if key in kwargs})
+    check_rebuilt(delta.config)
     recorded, revision = delta.config.get("base_model_name_or_path"), delta.config.get("base_model_revision")
     name = recorded if base is None else os.fspath(base)
     if not isinstance(name, str) or not name:

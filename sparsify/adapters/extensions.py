@@ -26,7 +26,11 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _REMEDY = "build the model as it was in training (get_peft_model(base, config)), and call delta.apply(model)"
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
-_NOT_TAKEN = {"auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision"}
+_INITS = ("gaussian", "eva", "orthogonal")  # of LoRA, that leave the base's weights alone, too
+_NOT_TAKEN = {
+    "auto_mapping", "base_model_name_or_path", "eva_config", "init_lora_weights", "megatron_config", "megatron_core",
+    "revision",
+}  # fmt: skip
 # of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
 # and compiles an expression anew where there are more than `re` keeps
 _MAX_ITEMS = 256
@@ -69,6 +73,20 @@ def _as_json(settings: dict[str, Any]) -> Any:
     return json.loads(text)
 
 
+def check_rebuilt(config: Mapping[str, Any]) -> None:
+    """Raises where a delta's ``config`` records adapters that :func:`extend` cannot build, by their kind."""
+    configs = config.get(PEFT_KEY)
+    for name, settings in configs.items() if isinstance(configs, dict) else ():
+        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        if kind not in _REBUILT:
+            problem = f"an adapter {brief(name, 100)!r} of type {kind!r:.100}, and only {', '.join(_REBUILT)} are built"
+            raise SparsifyError(f"the delta records {problem}: {_REMEDY}.")
+        init = settings.get("init_lora_weights")
+        if isinstance(init, str) and init not in _INITS:
+            setting = f"init_lora_weights={init!r:.100}, which may have changed the base's own weights"
+            raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
+
+
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Adds the modules in a delta's ``config`` to a base, uninitialised; PEFT's within a ``PeftModel``.
 
@@ -77,6 +95,7 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
     configs, settings = (config.get(key) for key in (PEFT_KEY, ADAPTERS_KEY))
     if not configs and not isinstance(settings, dict):
         return model
+    check_rebuilt(config)
     for name, tensor in named_tensors(model).items():
         check_has_values(name, tensor)
     if isinstance(configs, dict) and configs:
@@ -127,13 +146,7 @@ def _checked_settings(name: str, settings: Any, most_modules: int) -> dict[str, 
     """Those settings of a record that this PEFT has; raises where they are not safe to give to it."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    kind = settings.get("peft_type") if isinstance(settings, dict) else None
-    if kind not in _REBUILT:
-        raise SparsifyError(f"the delta records an adapter {name!r:.100} of type {kind!r:.100}: {_REMEDY}.")
-    if isinstance(settings.get("init_lora_weights"), str) and settings["init_lora_weights"] != "gaussian":
-        setting = f"init_lora_weights={settings['init_lora_weights']!r:.100}, which changes the base's own weights"
-        raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
-    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
     names = {field.name for field in fields(config_class) if field.init} - _NOT_TAKEN
     taken = {key: value for key, value in settings.items() if key in names}
     for key, value in taken.items():

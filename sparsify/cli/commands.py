@@ -25,7 +25,7 @@ from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
 from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
-from sparsify.errors import SparsifyError
+from sparsify.errors import SparsifyError, printable
 
 _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "stages", "peft",
@@ -61,7 +61,7 @@ def verify(delta: Delta, base: Base) -> None:
     Example: sparsify verify my-delta --base path/to/base
     """
     report = SparseDelta.load(delta).check(base)
-    print(report)
+    print(printable(report))
     print(f"payload: {_payload_text(None if is_training_checkpoint(delta) else find_file(delta))}")
     if not report.verified:
         raise SparsifyError("not verified: the values of the base were not all compared with those of the training.")
@@ -114,7 +114,8 @@ def add(
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):
-        print(f"{name} and {other}: {overlap(first, second, base)}")
+        for line in f"{name} and {other}: {overlap(first, second, base)}".split("\n"):
+            print(printable(line))
     print(f"wrote {out}")
 
 
@@ -169,11 +170,6 @@ def parse_weights(text: str, count: int) -> list[float]:
         if len(weights) == count:
             return weights
     raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
-
-
-def printable(text: object) -> str:
-    """Untrusted text with everything that could control a terminal escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def _payload_text(file: Path | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,12 @@ class DeltaSubscriber:
         self._held = Held({}, {})
         self._left: set[str | None] = set()  # chains that were followed before
         self._lock, self._applying = ReadWriteLock(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_applying": None}  # a copy has its own, and no threads
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=ReadWriteLock(), _applying=threading.Lock())
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
         """Brings the model to the version of a message, once no thread is :meth:`reading`; returns the version.

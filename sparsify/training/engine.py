@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import listed
+from sparsify.common.names import ENGINE, listed
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
@@ -50,7 +50,7 @@ from sparsify.training.optimizer_steps import (
 from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import agree, check_ranks_alike
 from sparsify.training.sharding import read_base
-from sparsify.training.weights import EffectiveWeights, check_trained
+from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
 
 OVERLAPPING = (
     "two backward passes through one sparsified model ran at the same time, in several threads or one inside the "
@@ -222,10 +222,8 @@ class Engine(TrainingStep):
     # -------------------------------------------------------------------------------- backward
 
     def start_pass(self, graph: int) -> Pass:
-        if VALUES not in self.root._parameters:
-            raise SparsifyError(
-                "this graph was built before desparsify(): compute the loss again, whose backward is the plain model's."
-            )
+        if vars(self.root).get(ENGINE) is not self:
+            raise SparsifyError("this graph was built before desparsify(): compute the loss again.")
         check_trained(self, "backward()")
         self.catch_up()
         note_values(self)
@@ -344,6 +342,8 @@ class Engine(TrainingStep):
 
     def catch_up(self, *, by_value: bool = False) -> None:
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
+        if self.values.is_meta:
+            raise SparsifyError(OFFLOADED.format(name=VALUES))
         if has_uncounted_step(self):
             if self.weights.are_in_step:
                 forget_uncounted_steps(self)  # it failed before it had moved them
@@ -419,7 +419,8 @@ class Engine(TrainingStep):
         if names:
             warnings.warn(
                 f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise their weight is read "
-                "without their module being called: please report it.",
+                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under no_grad(), "
+                "as in reentrant checkpointing of an input without a gradient (pass use_reentrant=False), or their weight "
+                "is read without their module being called: please report that.",
                 stacklevel=2,
             )

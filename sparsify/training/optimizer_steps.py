@@ -61,6 +61,12 @@ UNHELD = (
     "{optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() comes before "
     "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
+FROZEN = (
+    "`sparse_values` does not require grad: nothing that was sparsified trains. Something has frozen all parameters since "
+    "sparsify(): get_peft_model() does, prepare_model_for_kbit_training(), and trainers that are given a peft_config. "
+    "Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other parts alone for a while, "
+    "let it require grad, and give the optimizer only them."
+)
 
 
 def watch() -> None:
@@ -99,7 +105,9 @@ def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ``SparsifyError`` where the only optimizer does not hold the flat delta."""
+    """Raises ``SparsifyError`` where the only optimizer does not train the flat delta."""
+    if not step.entries.values.requires_grad:
+        raise SparsifyError(FROZEN)
     if not holds(optimizer, step.entries.values):
         raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when="is to train a sparsified model"))
 
@@ -137,10 +145,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     steps = listening()
     if not steps or torch.compiler.is_dynamo_compiling():
         return
-    held = set(map(id, parameters_of(optimizer)))
+    parameters = list(parameters_of(optimizer))
+    held = set(map(id, parameters))
     for step in steps:
         values = step.entries.values
         if id(values) in held:
+            if not values.requires_grad and all(each.grad is None for each in parameters):
+                raise SparsifyError(FROZEN)
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
             _GRADIENTS.pop(step, None)

@@ -34,7 +34,7 @@ from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
-from sparsify.training.optimizer_steps import note_values
+from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
@@ -121,13 +121,7 @@ def _was_frozen(engine: Engine) -> bool:
 
 
 def _refuse_frozen(grad: Tensor) -> None:
-    raise SparsifyError(
-        f"`{VALUES}` does not require grad, and parameters do that no delta holds: this backward pass trains nothing "
-        "that was sparsified. Something has frozen all parameters since sparsify() and added its own: get_peft_model() "
-        f"does, and trainers that are given a peft_config. Call sparsify() afterwards, or "
-        f"model.{VALUES}.requires_grad_(True). To train these parts alone for a while, let it require grad, and give "
-        "the optimizer only them."
-    )
+    raise SparsifyError(FROZEN)
 
 
 # ------------------------------------------------------------------------------------ state dicts

@@ -8,7 +8,19 @@ import pytest
 import torch
 from limits import needs_limits, within_limits
 from models import build, train
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft import (
+    EvaConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
 from transformers import BertForSequenceClassification
 
 from sparsify import SparseDelta, load_model, sparsify
@@ -121,8 +133,8 @@ def pfeiffer(folder):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\]: build the model"),
-        ({"init_lora_weights": "pissa"}, SparsifyError, "init_lora_weights='pissa', which changes the base's own"),
+        ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\], and only LORA, .* are built: build"),
+        ({"init_lora_weights": "pissa"}, SparsifyError, "init_lora_weights='pissa', which may have changed the base's own"),
         ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 16\) in the model that .* and \(4, 16\)"),
         ({"target_modules": ["nowhere"]}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
         ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
@@ -229,11 +241,25 @@ def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, 
     assert torch.allclose(logits(plain), logits(load_model(folder, delta)), atol=1e-6)
 
 
+def test_a_lora_that_eva_has_initialised_is_built(folder):
+    settings = {"r": 4, "target_modules": TARGETS, "task_type": "SEQ_CLS", "init_lora_weights": "eva"}
+    model = get_peft_model(base(folder), LoraConfig(**settings, eva_config=EvaConfig(rho=1.0)))
+    initialize_lora_eva_weights(model, [{"input_ids": torch.arange(8).view(2, 4)}], show_progress_bar=False)
+    assert torch.equal(logits(load_model(folder, SparseDelta.from_model(trained(model)))), logits(model))
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_prompts_are_refused_by_their_name(folder, config):
+    model = get_peft_model(base(folder), config(num_virtual_tokens=2, task_type="SEQ_CLS"))
+    with pytest.raises(SparsifyError, match=r"of type '(PROMPT|PREFIX)_TUNING', and only LORA, .*delta\.apply\(model\)"):
+        load_model(folder, SparseDelta.from_model(trained(model)))
+
+
 def test_an_adapter_of_another_type_is_built_by_the_user(folder):
     vera = VeraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS")
     model = get_peft_model(base(folder), copy.deepcopy(vera))
     delta = SparseDelta.from_model(trained(model))
-    with pytest.raises(SparsifyError, match="'VERA': build the model as it was in training"):
+    with pytest.raises(SparsifyError, match="'VERA', and only LORA, .*: build the model as it was in training"):
         load_model(folder, delta)
     other = get_peft_model(base(folder), vera).eval()
     assert torch.equal(logits(delta.apply(other)), logits(model))

@@ -7,7 +7,7 @@ import torch
 from models import build, loss_of, run_steps
 from oracle import unmasked_sets
 
-from sparsify import SparseDelta, SparsifyError, desparsify, load_model, sparsify
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, load_model, sparsify, trained_state
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -78,6 +78,9 @@ def test_a_model_that_is_offloaded_after_it_was_sparsified_is_refused_until_it_i
     OFFLOADED[way](model, tmp_path)
     with pytest.raises(SparsifyError, match=r"on the meta device: it was offloaded after sparsify\(\).*Take that back"):
         loss_of(model, batches[0])
+    for call in (SparseDelta.from_model, trained_state, desparsify, base_weights):
+        with pytest.raises(SparsifyError, match="`sparse_values` is on the meta device"):
+            call(model)
     accelerate.hooks.remove_hook_from_submodules(model)
     loss_of(model, batches[0]).backward()
     assert model.sparse_values.grad.count_nonzero() > 0

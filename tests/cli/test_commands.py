@@ -16,7 +16,7 @@ from deltas import fine_tuned, make_base, task
 from hub_server import OWNER, client_environment, hub_server
 
 import sparsify
-from sparsify import SparseDelta
+from sparsify import SparseDelta, SparsifyError
 from sparsify.cli.commands import parse_weights
 from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
@@ -110,6 +110,18 @@ def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
     assert "\\x1b[2J[red]evil[/red] ü-漢" in text
     assert "[bold]" in text
     assert "\x1b[2J" not in text
+
+
+def test_names_do_not_turn_the_direction_of_writing(run, tmp_path, base, out):
+    for number in (1, 2):
+        delta = task(base, number)
+        delta.whole["head.\u200f.weight"] = torch.full((2,), float(number))
+        delta.save(tmp_path / str(number))
+    text = run("add", tmp_path / "1", tmp_path / "2", *out, fails=True)
+    text += run("info", tmp_path / "1") + str(SparsifyError("tensor `a\u202e\x1b[2J`"))
+    assert text.count("\\u200f") == 2
+    assert text.endswith("tensor `a\\u202e\\x1b[2J`")
+    assert "\u200f" not in text
 
 
 def test_info_of_a_file_of_version_1_and_of_a_sparse_lora(run, tmp_path):

@@ -1,6 +1,7 @@
 """A follower holds at every version, to the bit, what a delta of the model in training would make of its base."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -154,6 +155,15 @@ def refused(follower, message, error, text):
         follower.apply(message)
     assert bits(follower.model) == before
     assert (follower.chain, follower.version) == at
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda follower: pickle.loads(pickle.dumps(follower))])
+def test_a_copy_of_a_follower_goes_on_by_itself(copied):
+    run = Run("mlp")
+    follower = run.follower()
+    other = copied(follower)
+    run.step()
+    assert (other.apply(run.publisher.update()), follower.version) == (1, 0)
 
 
 def test_messages_out_of_order_are_refused_by_name():

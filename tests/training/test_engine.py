@@ -11,7 +11,7 @@ from oracle import unmasked_sets
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 8
 
@@ -223,12 +223,20 @@ def test_a_weight_that_changed_its_shape_is_refused(mlp):
         loss_of(model, batches[0])
 
 
+def test_a_backward_pass_of_a_graph_from_before_desparsify_is_refused(mlp):
+    model, batches = mlp
+    loss = loss_of(model, batches[0])
+    desparsify(model)
+    with pytest.raises(SparsifyError, match=r"graph from before desparsify\(\)"):
+        loss.backward()
+
+
 def test_a_module_that_got_no_gradient_is_named_once():
     model = MLP()
     model.unused = nn.Linear(3, 3)
     sparsify(model, BUDGET, steps=STEPS)
     _, batches = build("mlp")
-    with pytest.warns(UserWarning, match=r"2 of 10 tensors got no gradient.*unused\.weight, unused\.bias"):
+    with pytest.warns(UserWarning, match=r"2 of 10 tensors got no gradient.*unused\.weight, unused\.bias.*use_reentrant"):
         train(model, batches, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

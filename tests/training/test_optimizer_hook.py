@@ -72,6 +72,17 @@ def test_a_flat_delta_that_was_frozen_is_refused_in_backward():
         loss_of(model, batches[0])
 
 
+def test_a_flat_delta_that_was_frozen_with_everything_else_is_refused_in_the_optimizers_step():
+    peft = pytest.importorskip("peft")
+    model, batches = built()
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model.get_input_embeddings().register_forward_hook(lambda *args: args[2].requires_grad_())
+    loss_of(model, batches[0]).backward()
+    with pytest.raises(SparsifyError, match=r"prepare_model_for_kbit_training\(\).*Call sparsify\(\) after these"):
+        optimizer.step()
+
+
 def test_an_optimizer_that_failed_to_be_made_is_passed_over_in_the_search_for_another():
     model, optimizer, batches = made_before()
     with pytest.raises(ValueError, match="Invalid learning rate") as kept:
