@@ -27,10 +27,8 @@ _REMEDY = "build the model as it was in training (get_peft_model(base, config)),
 _ALWAYS_ALLOWED = 2**24  # numbers that a delta may add to a base, however small the base is
 _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta, and the base's stay as they are
 _INITS = ("gaussian", "eva", "orthogonal")  # of LoRA, that leave the base's weights alone, too
-_NOT_TAKEN = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "init_lora_weights", "megatron_config", "megatron_core",
-    "revision",
-}  # fmt: skip
+_NOT_TAKEN = {"auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision"}
+_NOT_TAKEN |= {"eva_config", "init_lora_weights"}  # the delta has the weights
 # of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
 # and compiles an expression anew where there are more than `re` keeps
 _MAX_ITEMS = 256
@@ -74,15 +72,14 @@ def _as_json(settings: dict[str, Any]) -> Any:
 
 
 def check_rebuilt(config: Mapping[str, Any]) -> None:
-    """Raises where a delta's ``config`` records adapters that :func:`extend` cannot build, by their kind."""
+    """Raises where a delta's ``config`` records adapters of a kind that :func:`extend` does not build."""
     configs = config.get(PEFT_KEY)
     for name, settings in configs.items() if isinstance(configs, dict) else ():
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
         if kind not in _REBUILT:
             problem = f"an adapter {brief(name, 100)!r} of type {kind!r:.100}, and only {', '.join(_REBUILT)} are built"
             raise SparsifyError(f"the delta records {problem}: {_REMEDY}.")
-        init = settings.get("init_lora_weights")
-        if isinstance(init, str) and init not in _INITS:
+        if isinstance(init := settings.get("init_lora_weights"), str) and init not in _INITS:
             setting = f"init_lora_weights={init!r:.100}, which may have changed the base's own weights"
             raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
 

@@ -114,8 +114,7 @@ def add(
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):
-        for line in f"{name} and {other}: {overlap(first, second, base)}".split("\n"):
-            print(printable(line))
+        print(*map(printable, f"{name} and {other}: {overlap(first, second, base)}".split("\n")), sep="\n")
     print(f"wrote {out}")
 
 

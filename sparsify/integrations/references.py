@@ -7,9 +7,8 @@ A trainer that was given no reference loads one by the base's name; when trainin
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
-from traceback import walk_stack
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +19,13 @@ from sparsify.errors import SparsifyError
 
 _TRAINERS = {"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}  # of TRL, that load a reference
 _GIVEN = "_sparsify_reference_given"  # attribute of a trainer
-_NOT_SYNCED = (
-    "sync_ref_model=True would mix the parameters of another model with those of the sparsified one, and they do not "
-    "correspond. A reference can follow if it is the model's own base; here {obstacle}. Mend that, or leave "
-    "sync_ref_model out."
-)
-_SECOND_MODEL = (
-    "the reference is a second model that was loaded by the base's name, since {obstacle}. It is not the base if the "
-    "model is quantized, or was changed between loading and sparsify()."
-)
+_SECOND_MODEL = "the reference is a second model, since {obstacle}. "
+_NOT_SYNCED = "sync_ref_model=True would mix parameters that do not correspond: mend that, or leave it out."
+_NOT_THE_BASE = "It is not the base if the model is quantized, or was changed between loading and sparsify()."
 
 
 class BaseReference(nn.Module):
-    """A sparsified model with other trained values: zeros, which make it the base, until they follow the model's.
-
-    Args:
-        model: the sparsified model.
-    """
+    """A sparsified model with other trained values: zeros, which make it the base, until they follow the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,21 +41,19 @@ class BaseReference(nn.Module):
             for tensor, values in zip(engine.tensors, engine.entries.effective(self.values), strict=True):
                 if values.numel():
                     tensor.write_without_version_bump(values)
-            try:
-                return model.eval()(*args, **kwargs)
-            finally:
-                model.train(training)
+            output = model.eval()(*args, **kwargs)
+        model.train(training)
+        return output
 
 
-def note_given() -> None:
-    """Notes whether the trainer that is being made, further up the stack, was given a reference."""
-    trainer, calls = _find_trainer()
-    if trainer is not None:
-        setattr(trainer, _GIVEN, next((own["ref_model"] is not None for own in calls if "ref_model" in own), False))
+def note_given(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Notes whether a trainer is given a reference, from the local variables of its methods while it is made."""
+    for own in calls[:1]:
+        setattr(own["self"], _GIVEN, any(call.get("ref_model") is not None for call in calls))
 
 
-def use_base(model: nn.Module, args: Any) -> BaseReference | None:
-    """Makes the base the reference of the trainer, with these ``args``, that is further up the stack, if it loaded one.
+def use_base(trainer: Any, model: nn.Module) -> BaseReference | None:
+    """Makes the base the reference of TRL's trainer, if it has loaded one.
 
     Returns:
         The reference, if it is to follow the model.
@@ -74,24 +61,24 @@ def use_base(model: nn.Module, args: Any) -> BaseReference | None:
     Raises:
         SparsifyError: when another reference is to follow the model.
     """
-    trainer, _ = _find_trainer()
-    loaded, synced = getattr(trainer, "ref_model", None), getattr(args, "sync_ref_model", False)
-    if loaded is None or isinstance(loaded, BaseReference):  # of an earlier train()
+    args, loaded = trainer.args, getattr(trainer, "ref_model", None)
+    synced = getattr(args, "sync_ref_model", False)
+    if isinstance(loaded, BaseReference):  # of an earlier train()
         return loaded if synced else None
-    given, dense, obstacle = getattr(trainer, _GIVEN, None), get_engine(model).dense_names, ""
-    if given:
-        obstacle = "it was given to the trainer"
-    elif given is None:
-        obstacle = "SparsifyCallback was added after the trainer was made: pass it in callbacks=[...]"
-    elif dense:
-        obstacle = f"`{dense[0]}` of modules_to_save has no base"
-    elif args.fsdp or args.deepspeed:
-        obstacle = "FSDP or DeepSpeed has sharded it"
-    if obstacle and synced:
-        raise SparsifyError(_NOT_SYNCED.format(obstacle=obstacle))
-    if obstacle:
+    if loaded is None or not _TRAINERS & {kind.__name__ for kind in type(trainer).__mro__}:
+        return None
+    given, dense = getattr(trainer, _GIVEN, None), get_engine(model).dense_names
+    obstacles = {
+        "it was given to the trainer": given,
+        "SparsifyCallback was added after the trainer was made: pass it in callbacks=[...]": given is None,
+        f"`{next(iter(dense), None)}` of modules_to_save has no base": dense,
+        "FSDP or DeepSpeed has sharded it": args.fsdp or args.deepspeed,
+    }
+    if obstacle := next((text for text, holds in obstacles.items() if holds), None):
+        if synced:
+            raise SparsifyError(_SECOND_MODEL.format(obstacle=obstacle) + _NOT_SYNCED)
         if not given:
-            warnings.warn(_SECOND_MODEL.format(obstacle=obstacle), stacklevel=3)
+            warnings.warn(_SECOND_MODEL.format(obstacle=obstacle) + _NOT_THE_BASE, stacklevel=3)
         return None
     trainer.ref_model = BaseReference(model)
     for callback in trainer.callback_handler.callbacks:
@@ -100,10 +87,3 @@ def use_base(model: nn.Module, args: Any) -> BaseReference | None:
     del loaded
     gc.collect()  # the second model: TRL has put a function on it that refers to it
     return trainer.ref_model if synced else None
-
-
-def _find_trainer() -> tuple[Any, list[dict[str, Any]]]:
-    """TRL's trainer that calls this, if any, and the local variables of its methods, the innermost first."""
-    every = [frame.f_locals for frame, _ in walk_stack(sys._getframe(1))]
-    calls = [own for own in every if _TRAINERS & {kind.__name__ for kind in type(own.get("self")).__mro__}]
-    return (calls[0]["self"] if calls else None), calls

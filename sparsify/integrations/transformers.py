@@ -41,8 +41,8 @@ class SparsifyCallback(TrainerCallback):
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
       Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
-    - TRL's DPO, KTO, GRPO and RLOO trainers refer to the model's own base, not to a second model that TRL has loaded; with
-      ``sync_ref_model`` it follows. A ``ref_model`` that they are given is kept.
+    - The reference of TRL's DPO, KTO, GRPO and RLOO trainers is the model's own base, unless they are given a
+      ``ref_model``; with ``sync_ref_model`` it follows.
     - With ``push_to_hub`` every upload has the delta too (transformers 5; version 4 has no event for uploads).
 
     Args:
@@ -67,17 +67,21 @@ class SparsifyCallback(TrainerCallback):
         self._following: references.BaseReference | None = None  # a reference that moves with the model
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        references.note_given()
+        calls = _calls()
+        references.note_given(calls)
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
-        _load_trained_states()
+        for call in calls[:1]:
+            _load_trained_states(call["self"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Checks the run, finds its number of steps and makes its checkpoints small."""
-        _move_to_front(self)
-        _load_trained_states()  # for the best one, where the callback was added later
-        model = event["model"]
+        trainer, model = _calls()[0]["self"], event["model"]
+        # before the reporters; the handler iterates by position: callbacks before it move up, and none is called twice
+        trainer.callback_handler.callbacks.remove(self)
+        trainer.callback_handler.callbacks.insert(0, self)
+        _load_trained_states(trainer)  # for the best one, where the callback was added later
         engine = get_engine(model)
         _check_resumed(args, state, engine.step)
         if not (args.fsdp or args.deepspeed):  # their optimizers hold other parameters
@@ -97,7 +101,7 @@ class SparsifyCallback(TrainerCallback):
                 stacklevel=2,
             )
         warn_of_unheld(engine, model)
-        self._following = references.use_base(model, args)
+        self._following = references.use_base(trainer, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(checkpoints.save_checkpoint, model, args, state)
         if self._publish is not None:
@@ -153,26 +157,17 @@ class SparsifyCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
 
-def _move_to_front(callback: SparsifyCallback) -> None:
-    """Moves a callback before the reporters; only the caller, the handler, has the list of callbacks."""
-    handler = _caller("call_event")
-    if handler is not None and callback in handler.callbacks:
-        # the handler iterates by position: the callbacks before this one move up by one, and none is called twice
-        handler.callbacks.remove(callback)
-        handler.callbacks.insert(0, callback)
-
-
-def _load_trained_states() -> None:
-    """Lets the calling Trainer, if it is one of sentence-transformers', load checkpoints that hold no whole model."""
-    trainer = _caller(LOAD)
+def _load_trained_states(trainer: Any) -> None:
+    """Lets a Trainer, if it is one of sentence-transformers', load checkpoints that hold no whole model."""
     if any(kind.__module__.startswith("sentence_transformers.") for kind in type(trainer).__mro__):
         vars(trainer)[LOAD] = partial(checkpoints.load_checkpoint, trainer)
 
 
-def _caller(method: str) -> Any:
-    """The nearest object of a class with a method that is calling; ``None`` if none is."""
-    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
-    return next((caller for caller in callers if hasattr(type(caller), method)), None)
+def _calls() -> list[dict[str, Any]]:
+    """The local variables of the Trainer's methods that have led to this call, the innermost first."""
+    every = [frame.f_locals for frame, _ in walk_stack(sys._getframe(1))]
+    own = [getattr(each.get("self"), "__dict__", {}).get("callback_handler") for each in every]
+    return [each for each, handler in zip(every, own, strict=True) if isinstance(handler, CallbackHandler)]
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:

@@ -23,6 +23,9 @@ class ReadWriteLock:
         self._readings: dict[object, threading.Thread] = {}  # in progress, with the threads that began them
         self._door = threading.Lock()  # readers pass through, and a writer holds it
 
+    def __reduce__(self) -> tuple[type[ReadWriteLock], tuple[()]]:
+        return ReadWriteLock, ()  # a copy's threads are others
+
     def check_not_reading(self) -> None:
         """Raises where a reading that this thread began is in progress, for which a writer would wait."""
         if self._is_reading():

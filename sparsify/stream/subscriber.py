@@ -5,10 +5,9 @@ Message --plan_snapshot, plan_update--> writes to the model, all of them checked
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +60,7 @@ class DeltaSubscriber:
         self.version: int | None = None
         self._held = Held({}, {})
         self._left: set[str | None] = set()  # chains that were followed before
-        self._lock, self._applying = ReadWriteLock(), threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_applying": None}  # a copy has its own, and no threads
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=ReadWriteLock(), _applying=threading.Lock())
+        self._lock, self._applying = ReadWriteLock(), ReadWriteLock()
 
     def apply(self, update: bytes | DeltaUpdate) -> int:
         """Brings the model to the version of a message, once no thread is :meth:`reading`; returns the version.
@@ -81,7 +74,7 @@ class DeltaSubscriber:
                 After each of these errors the model is as before.
         """
         self._lock.check_not_reading()
-        with self._applying:
+        with self._applying.writing():
             message = read_message(bytes(update))
             self._check_order(message)
             if message.changes.known is None:

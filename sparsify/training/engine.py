@@ -419,8 +419,8 @@ class Engine(TrainingStep):
         if names:
             warnings.warn(
                 f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under no_grad(), "
-                "as in reentrant checkpointing of an input without a gradient (pass use_reentrant=False), or their weight "
-                "is read without their module being called: please report that.",
+                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under "
+                "no_grad(), as in reentrant checkpointing (pass use_reentrant=False), or their weight is read without "
+                "their module being called: please report that.",
                 stacklevel=2,
             )

@@ -62,10 +62,10 @@ UNHELD = (
     "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
 FROZEN = (
-    "`sparse_values` does not require grad: nothing that was sparsified trains. Something has frozen all parameters since "
-    "sparsify(): get_peft_model() does, prepare_model_for_kbit_training(), and trainers that are given a peft_config. "
-    "Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other parts alone for a while, "
-    "let it require grad, and give the optimizer only them."
+    "`sparse_values` does not require grad: nothing that was sparsified trains. Something has frozen all parameters "
+    "since sparsify(): get_peft_model() does, prepare_model_for_kbit_training(), and trainers that are given a "
+    "peft_config. Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other parts alone "
+    "for a while, let it require grad, and give the optimizer only them."
 )
 
 
@@ -145,8 +145,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     steps = listening()
     if not steps or torch.compiler.is_dynamo_compiling():
         return
-    parameters = list(parameters_of(optimizer))
-    held = set(map(id, parameters))
+    held = set(map(id, parameters := parameters_of(optimizer)))
     for step in steps:
         values = step.entries.values
         if id(values) in held:

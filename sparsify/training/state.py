@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
-from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
+from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.compiled import check_not_exported

@@ -134,7 +134,7 @@ def pfeiffer(folder):
     ("changes", "error", "message"),
     [
         ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\], and only LORA, .* are built: build"),
-        ({"init_lora_weights": "pissa"}, SparsifyError, "init_lora_weights='pissa', which may have changed the base's own"),
+        ({"init_lora_weights": "pissa"}, SparsifyError, "'pissa', which may have changed the base's own weights"),
         ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 16\) in the model that .* and \(4, 16\)"),
         ({"target_modules": ["nowhere"]}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
         ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
@@ -251,7 +251,7 @@ def test_a_lora_that_eva_has_initialised_is_built(folder):
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
 def test_prompts_are_refused_by_their_name(folder, config):
     model = get_peft_model(base(folder), config(num_virtual_tokens=2, task_type="SEQ_CLS"))
-    with pytest.raises(SparsifyError, match=r"of type '(PROMPT|PREFIX)_TUNING', and only LORA, .*delta\.apply\(model\)"):
+    with pytest.raises(SparsifyError, match=r"type 'P\w+_TUNING', and only LORA, .*delta\.apply\(model\)"):
         load_model(folder, SparseDelta.from_model(trained(model)))
 
 
@@ -259,7 +259,7 @@ def test_an_adapter_of_another_type_is_built_by_the_user(folder):
     vera = VeraConfig(r=4, target_modules=TARGETS, task_type="SEQ_CLS")
     model = get_peft_model(base(folder), copy.deepcopy(vera))
     delta = SparseDelta.from_model(trained(model))
-    with pytest.raises(SparsifyError, match="'VERA', and only LORA, .*: build the model as it was in training"):
+    with pytest.raises(SparsifyError, match=r"'VERA', and only LORA, .*: build the model as it was in training"):
         load_model(folder, delta)
     other = get_peft_model(base(folder), vera).eval()
     assert torch.equal(logits(delta.apply(other)), logits(model))

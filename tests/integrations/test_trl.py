@@ -188,7 +188,7 @@ def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_ke
         (sparsify(load(base), BUDGET, modules_to_save=["lm_head"]), {}, "`lm_head.weight` of modules_to_save has no"),
     ):
         kind = partial(trl.DPOTrainer, **options)
-        with pytest.raises(SparsifyError, match=f"sync_ref_model=True would mix .*{match}"):
+        with pytest.raises(SparsifyError, match=f"{match}.*sync_ref_model=True would mix"):
             dpo(model, tmp_path, kind=kind, **SYNCED).train()
     trainer = dpo(sparsify(load(base), BUDGET), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1)
     trainer.train()
@@ -208,7 +208,7 @@ def test_a_peft_config_is_refused_by_its_name(base, tmp_path):
 
     for callbacks in ([], None):
         kind = partial(trl.DPOTrainer, peft_config=LoraConfig(r=2))
-        with pytest.raises(SparsifyError, match="does not require grad: .*trainers that are given a peft_config"):
+        with pytest.raises(SparsifyError, match=r"does not require grad: .*trainers that are given a peft_config"):
             dpo(sparsify(load(base), BUDGET, steps=STEPS), tmp_path, callbacks=callbacks, kind=kind).train()
 
 
