@@ -15,14 +15,18 @@ from sparsify.core.entries import count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.importance import D3
 from sparsify.core.policy import IncrementPolicy, Policy, Selector
+from sparsify.core.step import read_weights
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
+from sparsify.errors import SparsifyError
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import RanksSelector, ShareTopK
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
-from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.strategies.strategy import Increment, Repeat, Selection
+
+_KEPT = 8  # candidates for each entry that a step unmasks by the gradients of all its passes
 
 
 class RankedSelector(Selector):
@@ -73,6 +77,11 @@ class SelectorFactory:
         topk: Any = ShareTopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
+        if isinstance(policy, AccumulatingPolicy):
+            if num_ranks() > 1:
+                raise SparsifyError('Increment(select="all") works on one rank; on several ones, leave select out.')
+            if policy.known is not None and policy.known.ids.numel():
+                return AccumulatingSelector(topk, policy, self.work, policy.known)
         if num_ranks() == 1:
             return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
         return RanksSelector(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
@@ -134,4 +143,71 @@ class RepeatPolicy(Policy):
         self.active = None
 
 
-POLICIES: dict[type, type[Policy]] = {Increment: IncrementPolicy, Repeat: RepeatPolicy}  # else static-S
+class AccumulatingSelector(StreamingSelector):
+    """Selects by the gradients of a pass, plus those of earlier passes at the ``known`` candidates."""
+
+    batches_small = False
+
+    def __init__(self, topk: Any, policy: Policy, work: Work, known: Winners) -> None:
+        super().__init__(topk, policy.importance, work, masked_only=True)
+        self._ids, order = known.ids.sort()
+        self._sums = known.grads[order]
+        counts = count_by_tensor(self._ids, policy.entries.ends).tolist()
+        self._weights = read_weights(policy.tensors, self._ids, counts, self._sums)
+        parts = zip(self._ids.split(counts), self._sums.split(counts), strict=True)
+        self._own = dict(zip(policy.tensors, parts, strict=True))  # of each tensor: ids, and a view of their sums
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        ids, sums = self._own[tensor]
+        if ids.numel():
+            sums += gradient.take(self._indices(tensor)).to(sums)
+        return super().offer(tensor, gradient)
+
+    def _indices(self, tensor: MaskedTensor) -> Tensor:
+        return (self._own[tensor][0] - tensor.offset).to(tensor.parameter.device)
+
+    def _excluded(self, tensor: MaskedTensor) -> Tensor:
+        return torch.cat([super()._excluded(tensor), self._indices(tensor)])
+
+    def winners(self) -> Winners:
+        self._topk.offer(self._importance, self._weights[None], self._sums[None], None, 0, self._ids)
+        return super().winners()
+
+
+class AccumulatingPolicy(IncrementPolicy):
+    """increment-S by the gradients of all passes of a step, each of which selects the step's entries again.
+
+    The best candidates, several times as many as are unmasked, are kept from pass to pass with the sums of their
+    gradients. Until the optimizer steps, the entries have no value, and can be masked again.
+    """
+
+    known: Winners | None = None  # the candidates
+    _first, _step = 0, -1  # entries unmasked before the step that was last selected for, and its number
+
+    def reopen(self, selected: bool) -> bool:
+        """Masks the entries that the step's earlier passes ``selected``, if any; whether they stay selected."""
+        new, grad = self.entries.values.detach()[self._first :], self.entries.values.grad
+        # not where a closure, or SAM, has moved them, or has dropped the gradients of the passes before
+        if not selected or self.known is None or grad is None or bool(new.any()) or not bool(grad.any()):
+            self.known = None
+            return selected
+        grad[self._first :] = 0
+        self.entries.truncate(self._first)  # type: ignore[attr-defined]
+        return False
+
+    def growing(self) -> bool:
+        return super().growing() or self._step == self.entries.step
+
+    def quota(self) -> int:
+        return _KEPT * super().quota()
+
+    def unmask(self, winners: Winners) -> Winners:
+        self.known, self._first, self._step = winners, self.entries.count, self.entries.step
+        return winners.first(super().quota())
+
+
+def policy_of(selection: Selection) -> type[Policy]:
+    """The class of a selection's policy."""
+    if isinstance(selection, Increment):
+        return AccumulatingPolicy if selection.select == "all" else IncrementPolicy
+    return RepeatPolicy if isinstance(selection, Repeat) else Policy

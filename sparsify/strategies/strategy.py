@@ -75,9 +75,19 @@ class Prune(Static):
 
 @dataclass(frozen=True)
 class Increment(Selection):
-    """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1)."""
+    """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1).
 
+    Args:
+        select: the backward passes of a step that choose its entries: ``"first"``, or ``"all"``, by the sum of their
+            gradients. The sum is exact for entries that were among the best candidates from the first pass on.
+    """
+
+    select: str = field(default="first", metadata={"new": True})
     name = "increment"
+
+    def __post_init__(self) -> None:
+        if self.select not in ("first", "all"):
+            raise SparsifyError(f"Increment got select={self.select!r}; expected 'first' or 'all'.")
 
 
 @dataclass(frozen=True)
@@ -193,10 +203,14 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
 
 
 def _to_dict(part: Any) -> dict[str, Any] | None:
-    """The name and settings of an importance or selection; its settings are the fields that are compared."""
+    """The name and settings of an importance or selection; its settings are the fields that are compared.
+
+    A new setting is left out at its default, as in the records from before there was one.
+    """
     if part is None:
         return None
-    return {"name": part.name, **{item.name: getattr(part, item.name) for item in fields(part) if item.compare}}
+    settings = ((item, getattr(part, item.name)) for item in fields(part) if item.compare)
+    return {"name": part.name, **{i.name: own for i, own in settings if "new" not in i.metadata or own != i.default}}
 
 
 def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) -> Any:

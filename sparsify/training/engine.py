@@ -25,14 +25,13 @@ from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen, parameters_of
-from sparsify.core.policy import Policy
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.masked.tensor import ModelTensor
-from sparsify.selection.policies import POLICIES, SelectorFactory
+from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
@@ -82,7 +81,7 @@ class Engine(TrainingStep):
         self._select = SelectorFactory(self.ranks, plan.seed)
         self.entries: ModelEntries
         entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
-        policy = POLICIES.get(type(plan.strategy.selection), Policy)
+        policy = policy_of(plan.strategy.selection)
         importance = plan.strategy.importance
         self.tensors: Sequence[ModelTensor]
         super().__init__(
@@ -236,6 +235,8 @@ class Engine(TrainingStep):
         for other in [each for each in self._passes if self._begun[each][0] == thread]:
             if other != self._forward.around:
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
+        if isinstance(self.policy, AccumulatingPolicy):
+            self.selected = self.policy.reopen(self.selected)
         with self.streams.joined(self.values.device):
             current = super().start_pass(graph)
         self._begun[graph] = thread, self.unmasked

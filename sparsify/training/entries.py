@@ -95,6 +95,12 @@ class ModelEntries(Entries):
         self.generation += 1
         self.remember()
 
+    def truncate(self, count: int) -> None:
+        """Takes the entries from slot ``count`` on away again; their values have to be zero."""
+        position = self.root.get_buffer(POSITION)
+        position[2:] = torch.stack([torch.full_like(position[2], count), checksum(self.ids[:count], 0)])
+        self.read()
+
     def catch_up(self, *, by_value: bool = False) -> bool:
         """Takes in the steps that something else has written, as a copy's; whether the entries are others now.
 

@@ -1,4 +1,4 @@
-"""Several backward passes in one optimizer step: the first one chooses the step's entries, all of them train these."""
+"""Several backward passes in one optimizer step: the first one, or all, choose the step's entries, all train these."""
 
 import copy
 
@@ -7,7 +7,8 @@ import torch
 from models import build, loss_of
 from oracle import unmasked_sets
 
-from sparsify import SparsifyError, get_engine, sparsify, summary
+from sparsify import D3, Increment, SparsifyError, Strategy, get_engine, sparsify, summary
+from sparsify.selection import policies
 
 STEPS, BUDGET = 4, 25
 
@@ -51,6 +52,55 @@ def test_a_graph_that_was_asked_before_and_a_newer_one_choose_by_the_sum_of_thei
     torch.testing.assert_close(asked.sparse_values.grad, fresh.sparse_values.grad)
 
 
+ALL = Strategy(D3(exp=2, eps=1), Increment(select="all"))
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])  # with small tensors, embeddings, a tied table
+def test_all_passes_choose_as_one_large_batch_if_all_candidates_are_kept(name, monkeypatch):
+    monkeypatch.setattr(policies, "_KEPT", 10**6)
+    model, batches = build(name, dtype=torch.float64)
+    large, small = sparsify(copy.deepcopy(model), BUDGET, steps=STEPS), sparsify(model, BUDGET, ALL, steps=STEPS)
+    optimizers = [torch.optim.AdamW([each.sparse_values], lr=1e-2) for each in (large, small)]
+    for step in range(STEPS):
+        micro = [batches[(step + number) % len(batches)] for number in range(3)]
+        (sum(loss_of(large, batch) for batch in micro) / 3).backward()
+        backward(small, micro)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert unmasked_sets(small) == unmasked_sets(large)
+    torch.testing.assert_close(dict(small.named_parameters()), dict(large.named_parameters()))
+    assert summary(small, verify=True).verification.ok
+
+
+def test_most_entries_that_all_passes_choose_are_those_of_the_large_batch():
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(20, 80), torch.nn.ReLU(), torch.nn.Linear(80, 3))
+    inputs, sets = torch.randn(32, 20), []
+    for strategy, parts in (("id3", 1), ("id3", 8), (ALL, 8)):
+        model = sparsify(copy.deepcopy(base), 100, strategy, steps=1)
+        for part in inputs.chunk(parts):
+            (model(part).logsumexp(1).mean() / parts).backward()
+        sets.append({(name, index) for name, own in unmasked_sets(model).items() for index in own})
+    assert len(sets[0] & sets[1]) < 80
+    assert len(sets[0] & sets[2]) > 95
+
+
+def test_an_overflow_in_a_later_pass_unmasks_nothing_and_ranks_and_other_words_are_refused(monkeypatch):
+    model = sparsify(torch.nn.Linear(6, 4), BUDGET, ALL, steps=1)
+    for scale in (1, torch.inf):
+        (scale * model(torch.randn(3, 6)).sum()).backward()
+    assert model.sparse_values.grad.isnan().all()
+    assert summary(model).unmasked == 0
+    monkeypatch.setattr(policies, "num_ranks", lambda: 2)
+    with pytest.raises(SparsifyError, match=r'Increment\(select="all"\) works on one rank'):
+        model(torch.randn(3, 6)).sum().backward()
+    with pytest.raises(SparsifyError, match="select='last'; expected 'first' or 'all'"):
+        Increment(select="last")
+    assert "select" not in Strategy(D3(), Increment()).to_dict()["selection"], "as in earlier records"
+    assert Strategy.from_dict(ALL.to_dict()) == ALL
+
+
 class SAM(torch.optim.SGD):
     """Sharpness-aware minimisation: descends from where it was by the gradient a little uphill."""
 
@@ -73,7 +123,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
+@pytest.mark.parametrize("strategy", ["id3", "d3-repeat", ALL], ids=str)
 @pytest.mark.parametrize("architecture", ["mlp", "bert"])
 def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, strategy, architecture):
     plain, batches = build(architecture)
