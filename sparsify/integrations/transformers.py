@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import extend, get_engine, summary
 from sparsify.delta.hub import public_config
