@@ -52,8 +52,8 @@ def note_given(calls: Sequence[Mapping[str, Any]]) -> None:
         setattr(own["self"], _GIVEN, any(call.get("ref_model") is not None for call in calls))
 
 
-def use_base(trainer: Any, model: nn.Module) -> BaseReference | None:
-    """Makes the base the reference of TRL's trainer, if it has loaded one.
+def use_base(trainer: Any, args: Any, model: nn.Module) -> BaseReference | None:
+    """Makes the base the reference of TRL's trainer with these ``args``, if it has loaded one.
 
     Returns:
         The reference, if it is to follow the model.
@@ -61,8 +61,7 @@ def use_base(trainer: Any, model: nn.Module) -> BaseReference | None:
     Raises:
         SparsifyError: when another reference is to follow the model.
     """
-    args, loaded = trainer.args, getattr(trainer, "ref_model", None)
-    synced = getattr(args, "sync_ref_model", False)
+    loaded, synced = getattr(trainer, "ref_model", None), getattr(args, "sync_ref_model", False)
     if isinstance(loaded, BaseReference):  # of an earlier train()
         return loaded if synced else None
     if loaded is None or not _TRAINERS & {kind.__name__ for kind in type(trainer).__mro__}:

@@ -78,11 +78,12 @@ class SparsifyCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Checks the run, finds its number of steps and makes its checkpoints small."""
-        trainer, model = _calls()[0]["self"], event["model"]
-        # before the reporters; the handler iterates by position: callbacks before it move up, and none is called twice
-        trainer.callback_handler.callbacks.remove(self)
-        trainer.callback_handler.callbacks.insert(0, self)
-        _load_trained_states(trainer)  # for the best one, where the callback was added later
+        model, trainer = event["model"], next((own["self"] for own in _calls()), None)
+        if trainer is not None:
+            # before the reporters; the handler iterates by position: callbacks before it move up, none is called twice
+            trainer.callback_handler.callbacks.remove(self)
+            trainer.callback_handler.callbacks.insert(0, self)
+            _load_trained_states(trainer)  # for the best one, where the callback was added later
         engine = get_engine(model)
         _check_resumed(args, state, engine.step)
         if not (args.fsdp or args.deepspeed):  # their optimizers hold other parameters
@@ -102,7 +103,7 @@ class SparsifyCallback(TrainerCallback):
                 stacklevel=2,
             )
         warn_of_unheld(engine, model)
-        self._following = references.use_base(trainer, model)
+        self._following = references.use_base(trainer, args, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(checkpoints.save_checkpoint, model, args, state)
         if self._publish is not None:
