@@ -209,7 +209,7 @@ class TrainingStep:
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         """Adds entries (n,), with the values that the weights hold there as their base."""
-        base = read_weights(self.tensors, ids, counts, self.entries.values) if base is None else base
+        base = read_weights(self.tensors, ids, counts, self.entries.base) if base is None else base
         self.entries.append(ids, base, counts)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:

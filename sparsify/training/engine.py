@@ -305,7 +305,7 @@ class Engine(TrainingStep):
             read: Callable[[], None] = partial(read_base, self.tensors, self.entries, self.ranks, first)
             torch.autograd.Variable._execution_engine.queue_callback(read)
         else:
-            base = read_weights(self.tensors, ids, counts, self.values) if base is None else base
+            base = read_weights(self.tensors, ids, counts, self.entries.base) if base is None else base
             self.entries.append(ids, base, counts)
 
     # -------------------------------------------------------------------------------- from step to step
@@ -360,7 +360,7 @@ class Engine(TrainingStep):
             raise SparsifyError(
                 "the entries of this model were written to, and make no sense any more. They can be copied, but not "
                 "averaged: use AveragedModel with use_buffers=False; in an EMA of your own average parameters(), and "
-                "copy_() the buffers()."
+                "copy_() the buffers(). Nor cast: model.type() casts them, model.to() does not."
             )
         self.state_loaded()
 

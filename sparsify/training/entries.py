@@ -17,14 +17,30 @@ from sparsify.core.devices import upload
 from sparsify.core.entries import BASE, IDS, VALUES, Entries, count_by_tensor
 
 BUFFERS = (IDS, BASE, POSITION)
+_SHORT = (torch.float16, torch.bfloat16)
 
 
 class SparseValues(nn.Parameter):
-    """The flat delta; it stays in float32 when its model is cast to a shorter type, where most steps would be lost."""
+    """The flat delta; it stays in float32 where it, or its model, is cast to a shorter type: most steps would be lost.
+
+    Trainers cast it by itself, as all that trains: ``parameter.data = parameter.data.to(torch.bfloat16)``.
+    """
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        own = self.detach()
+        if new.dtype in _SHORT and own.dtype not in _SHORT:
+            is_cast = new.shape == own.shape and torch.equal(own.to(new), new)
+            new = own.to(new.device) if is_cast else new.to(own.dtype)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype in (None, torch.float16, torch.bfloat16):
+        if dtype is None or dtype in _SHORT:
             dtype = self.dtype
         return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
 
@@ -67,6 +83,8 @@ class ModelEntries(Entries):
     def values(self) -> SparseValues:
         values: Any = self.root._parameters[VALUES]
         if type(values) is nn.Parameter:  # new, or from ``load_state_dict(assign=True)``
+            if values.dtype in _SHORT:
+                values.data = values.data.float()
             values.__class__ = SparseValues
         return values
 
@@ -112,7 +130,7 @@ class ModelEntries(Entries):
         if not written and not by_value:
             return False
         step, updates, count, _ = self.root.get_buffer(POSITION).tolist()
-        if count != self.count or not torch.equal(self._known_ids(), self.ids.cpu()):
+        if count != self.count or self.ids.is_floating_point() or not torch.equal(self._known_ids(), self.ids.cpu()):
             return True
         self.base_was_written |= any(name == BASE and known >= 0 for name, _, known in self._seen if name in written)
         self.step, self.updates = step, updates

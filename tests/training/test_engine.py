@@ -82,7 +82,23 @@ def test_a_copy_made_in_the_middle_of_a_graph_works(mlp):
     assert summary(twin).unmasked == 5
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half()])
+def cast_trainable(model, dtype=torch.bfloat16):
+    """As TRL's trainers do with a quantized base, and loops of people's own."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+CASTS = [
+    lambda m: m.to(torch.bfloat16),
+    lambda m: m.bfloat16(),
+    lambda m: m.half(),
+    lambda m: m._apply(lambda tensor: tensor.type(torch.float16) if tensor.is_floating_point() else tensor),
+    cast_trainable,
+]
+
+
+@pytest.mark.parametrize("cast", CASTS)
 def test_a_cast_leaves_the_delta_in_float32(mlp, cast):
     model, batches = mlp
     train(model, batches, steps=4)
@@ -94,6 +110,54 @@ def test_a_cast_leaves_the_delta_in_float32(mlp, cast):
     train(model, [{**batch, "x": batch["x"].to(dtype)} for batch in batches], steps=4)
     assert_weights_follow_the_delta(model)
     assert summary(model).unmasked == BUDGET
+
+
+@pytest.mark.parametrize("when", ["before the optimizer", "after it", "at every step"])
+def test_a_loop_that_casts_all_that_trains_changes_nothing(when):
+    base, batches = build("mlp")
+    models = [sparsify(copy.deepcopy(base), BUDGET, steps=STEPS) for _ in range(2)]
+    if when == "before the optimizer":
+        cast_trainable(models[1])
+    optimizers = [torch.optim.AdamW([model.sparse_values], 1e-2) for model in models]
+    for batch in batches[:STEPS]:
+        if when != "before the optimizer":
+            cast_trainable(models[1], torch.float16)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, [batch], optimizer)
+    assert torch.equal(*(model.sparse_values for model in models))
+    assert summary(models[1], verify=True).verification.ok
+    tuned = SparseDelta.from_model(models[1]).apply(base)
+    assert all(torch.equal(weight, models[1].get_parameter(name)) for name, weight in tuned.named_parameters())
+
+
+def test_short_values_that_are_set_or_put_in_its_place_are_held_in_float32(mlp):
+    model, batches = mlp
+    train(model, batches, steps=2)
+    values = model.sparse_values
+    values.data = torch.full_like(values, 0.5, dtype=torch.bfloat16)  # no cast of its own values
+    assert (values.dtype, values[0].item()) == (torch.float32, 0.5)
+    model.sparse_values = nn.Parameter(values.data.half())
+    train(model, batches, steps=2)
+    assert (model.sparse_values.dtype, type(model.sparse_values)) == (torch.float32, type(values))
+    assert_weights_follow_the_delta(model)
+
+
+def test_a_cast_of_the_buffers_too_is_refused(mlp):
+    model, batches = mlp
+    train(model, batches, steps=2)
+    model.type(torch.bfloat16)
+    with pytest.raises(SparsifyError, match=r"make no sense any more.* model.type\(\) casts them, model.to\(\) does not"):
+        train(model, batches)
+
+
+def test_base_values_of_a_model_in_float64_are_kept_whatever_the_delta_is_cast_to():
+    base, batches = build("mlp", dtype=torch.float64)
+    for parameter in base.parameters():
+        parameter.data /= 3  # to values that float32 does not have
+    model = sparsify(copy.deepcopy(base), BUDGET, steps=STEPS)
+    cast_trainable(model, torch.float32)
+    train(model, batches)
+    SparseDelta.from_model(model).apply(base)
 
 
 def test_a_move_to_a_device_takes_everything_along(mlp):
