@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import check_rebuilt, extend
 from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.format import FILE_NAME
 from sparsify.delta.merge import recorded_labels
+from sparsify.delta.quantized_delta import PACKED_FOLDER
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
@@ -82,6 +85,8 @@ def load_model(
         )
     if name == recorded and isinstance(revision, str):
         kwargs.setdefault("revision", revision)
+    if Path(name, FILE_NAME).is_file() and Path(name, PACKED_FOLDER).is_dir():  # save_pretrained() of a quantized model
+        name = os.path.join(name, PACKED_FOLDER)
     if model_class is None:
         model_class = _recorded_class(delta.config.get("architecture"))
         _check_family(model_class, name, kwargs)
@@ -141,7 +146,8 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in; a model keeps wider tensors wider by itself."""
-    dtypes = {tensor.dtype for tensor in delta.tensors.values() if tensor.initializer is None}
+    tensors = [tensor for tensor in delta.tensors.values() if tensor.initializer is None]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.quantization is None}  # int8 stands for float32
     recorded = delta.config.get("base_dtypes")
     if not dtypes and isinstance(recorded, list):
         dtypes = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}

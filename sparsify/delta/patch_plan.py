@@ -22,7 +22,7 @@ from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.quantized_delta import QuantizedDelta, with_quantized_deltas
+from sparsify.delta.quantized_delta import QuantizedDelta, guard, with_quantized_deltas
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
@@ -163,7 +163,13 @@ def new_values(
             f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
             f"values: load the base quantized as in training, or dequantize that, in {delta.dtype}."
         )
-    if comparable and not is_base:
+    if is_quantized and delta.quantization is None:
+        warnings.warn(
+            f"the delta was trained on weights that were not quantized, and {place} holds quantized ones, which cannot "
+            "be checked: the trained values take their places. For an exact result load the base unquantized.",
+            stacklevel=2,
+        )
+    elif comparable and not is_base:
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
                 f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
@@ -197,7 +203,7 @@ def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str
 
 def is_verified(delta: TensorDelta, old: Tensor) -> bool:
     """Whether the base's values (count,), which :func:`new_values` accepted, are known to be those trained on."""
-    return old.dtype == delta.dtype and (delta.quantization is None or digest(old) == delta.base_sha256)
+    return old.dtype == delta.dtype and digest(old) == delta.base_sha256
 
 
 def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
@@ -275,6 +281,8 @@ def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values
         for patch in done:
             patch.inverse().write(targets[patch.name])
         raise
+    finally:
+        guard(model)
 
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:

@@ -2,7 +2,7 @@
 
     y = layer(x) + x D^T        D (out, in), sparse: trained minus dequantized values
 
-The written entries are in buffers of the layer that are not in its state dict.
+The written entries are in buffers of the layer that are not in its state dict: transformers refuses to save the model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from sparsify.common.quantized import quantized_weight, unreadable
 from sparsify.common.raw_bits import as_bits
 from sparsify.core.devices import put
-from sparsify.errors import BaseMismatchError
+from sparsify.errors import BaseMismatchError, SparsifyError
 
 # (k,) each: flat positions, the dequantized values there, and the trained ones
 BUFFERS = ("quantized_delta_indices", "quantized_delta_base", "quantized_delta_values")
 _HANDLE = "_sparsify_quantized_delta"  # attribute of a layer with a delta: the handle of its hook
+QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
+PACKED_FOLDER = "base"  # next to a delta of quantized weights, where ``save_pretrained`` wrote both
+LOSING = ("get_state_dict_and_metadata", "dequantize")  # a quantizer's methods that would lose a delta
 
 
 class QuantizedDelta:
@@ -82,6 +85,24 @@ def with_quantized_deltas(tensors: dict[str, Tensor], model: nn.Module) -> dict[
     """A :class:`QuantizedDelta` for each quantized weight, by name."""
     owners = {id(module._parameters.get("weight")): module for module in model.modules()}
     return {name: QuantizedDelta(name, owners[id(own)]) for name, own in tensors.items() if id(own) in owners}
+
+
+def guard(model: nn.Module) -> None:
+    """Has transformers refuse to save or dequantize models with deltas on quantized weights, and others no more."""
+    for module in model.modules():
+        if (quantizer := vars(module).get(QUANTIZER)) is not None:
+            has_delta = any(map(has_quantized_delta, module.modules()))
+            for method in LOSING:
+                vars(quantizer).pop(method, None)
+                vars(quantizer).update({method: refuse_to_lose} if has_delta else {})
+
+
+def refuse_to_lose(*_: Any, **__: Any) -> None:
+    raise SparsifyError(
+        "saving this part of the model, or dequantizing it, would drop what was trained over quantized weights, which "
+        "cannot hold it. Keep the delta, SparseDelta.from_model(model) in training, for load_model(base, delta); or make "
+        "ordinary layers: by desparsify(model, dequantize=True); or revert an applied delta, dequantize, and apply it."
+    )
 
 
 def _add_delta(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:

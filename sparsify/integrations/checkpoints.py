@@ -17,13 +17,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.api import get_engine
-from sparsify.delta.format import replace_file
-from sparsify.training.state import placeholder, trained_state_of
+from sparsify.training.quantized import save_pretrained
+from sparsify.training.state import write_trained_state as write_state
 
 WEIGHTS, TRAINER_STATE, OPTIMIZER, SCHEDULER = "model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt"
 # other names under which the Trainer finds weights: sharded, pickled, of an adapter
@@ -32,10 +31,7 @@ _OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*", "adapter_mod
 
 def write_trained_state(model: nn.Module, folder: Path, args: Any, state_dict: dict[str, Tensor] | None = None) -> None:
     """Writes a model's trained state, or ``state_dict``'s, and the names of the files of a complete checkpoint."""
-    engine = get_engine(model)
-    state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
-    metadata = {"format": "pt", "sparsify": "trained state", "files": " ".join(_expected_files(args))}
-    replace_file(folder / WEIGHTS, safetensors.torch.save(state | placeholder(engine, model), metadata))
+    write_state(get_engine(model), model, folder / WEIGHTS, state_dict, files=" ".join(_expected_files(args)))
 
 
 def has_trained_state(folder: Path) -> bool:
@@ -77,7 +73,7 @@ def set_aside_incomplete(output_dir: Path) -> None:
 
 def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
     """Is ``model.save_pretrained`` during training: the trained state into checkpoints, else an ordinary model."""
-    folder, save_pretrained = Path(save_directory), type(model).save_pretrained
+    folder = Path(save_directory)
     inside = Path(args.output_dir).absolute() in folder.absolute().parents
     if not inside or folder.name != f"checkpoint-{state.global_step}":
         return save_pretrained(model, save_directory, *arguments, **options)

@@ -24,8 +24,8 @@ from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
 from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held
+from sparsify.training.quantized import SAVE, mark_trainable
 
-SAVE = "save_pretrained"  # attribute of the model that save_checkpoint replaces during training
 LOAD = "_load_from_checkpoint"  # method of sentence-transformers' trainers that load_checkpoint replaces
 
 
@@ -37,8 +37,9 @@ class SparsifyCallback(TrainerCallback):
       loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
     - Checkpoints hold the trained state in place of the model. ``resume_from_checkpoint`` continues bit for bit from a
       model that was built and sparsified in the same way, by the steps that the interrupted run had planned.
-      ``trainer.save_model()``, elsewhere than in a checkpoint, writes an ordinary model. The trainers of
-      sentence-transformers resume only where the callback was in their ``callbacks``, not where it was added later.
+      ``trainer.save_model()``, elsewhere, writes an ordinary model; of a quantized one, the packed base and a delta.
+      The trainers of sentence-transformers resume only where the callback was in their ``callbacks``, not where it was
+      added later.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that
       ``resume_from_checkpoint=True`` takes the one before it; call ``get_last_checkpoint`` only after that. Make no
       Trainer with this callback on the ``output_dir`` of a running one, not even to evaluate.
@@ -149,7 +150,7 @@ class SparsifyCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         model, self._following = event["model"], None
-        vars(model).pop(SAVE, None)
+        mark_trainable(model)  # and save_pretrained() is what it was
         if not args.load_best_model_at_end:
             return
         best = state.best_model_checkpoint

@@ -21,10 +21,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class SparseValues(nn.Parameter):
-    """The flat delta; it stays in float32 where it, or its model, is cast to a shorter type: most steps would be lost.
-
-    Trainers cast it by itself, as all that trains: ``parameter.data = parameter.data.to(torch.bfloat16)``.
-    """
+    """The flat delta. A cast, which sets ``data``, leaves it in float32: most steps would be lost in a shorter type."""
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -34,20 +31,9 @@ class SparseValues(nn.Parameter):
     def data(self, new: Tensor) -> None:
         own = self.detach()
         if new.dtype in _SHORT and own.dtype not in _SHORT:
-            is_cast = new.shape == own.shape and torch.equal(own.to(new), new)
+            is_cast = new.shape == own.shape and not new.is_meta and torch.equal(own.to(new), new)
             new = own.to(new.device) if is_cast else new.to(own.dtype)
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is None or dtype in _SHORT:
-            dtype = self.dtype
-        return super().to(device=device or self.device, dtype=dtype, non_blocking=non_blocking)
-
-    def half(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self
-
-    bfloat16 = half
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SparseValues, (self.data, self.requires_grad)

@@ -10,7 +10,7 @@ from sparsify.training.engine import Engine
 from sparsify.training.export import DeltaSource
 from sparsify.training.optimizer_steps import watch
 from sparsify.training.plan import Plan
-from sparsify.training.quantized import give_up_packed, mark_trainable, unmark_trainable
+from sparsify.training.quantized import give_up_packed, mark_trainable
 from sparsify.training.settings import record_settings
 from sparsify.training.state import place_hooks, remove_hooks
 from sparsify.training.summary import digest_base
@@ -46,7 +46,7 @@ def uninstall(engine: Engine, *, dequantize: bool) -> None:
     root = engine.root
     packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.is_quantized and dequantize]
     remove_hooks(engine)
-    unmark_trainable(root)
+    mark_trainable(root, trainable=False)
     core.uninstall(engine, root)
     del root._buffers[SETTINGS]
     give_up_packed(root, packed)

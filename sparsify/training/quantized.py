@@ -1,19 +1,39 @@
-"""Models with quantized weights: what cannot be done to them, their Trainer, and giving them up for ordinary ones."""
+"""Models with quantized weights: what cannot be done to them, saving, their Trainer, and making ordinary ones of them.
+
+``save_pretrained`` writes, while quantized weights are trained, since nothing can be merged into them:
+
+    base/                          the packed base, as transformers writes it
+    sparse_delta.safetensors       what was trained; ``load_model(folder, folder)`` puts it onto that base
+    model.safetensors              the trained state, from which the Trainer resumes
+    config.json                    has from_pretrained() refuse the folder
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
+from sparsify.core.module import masked_tensors
+from sparsify.delta import hub
+from sparsify.delta.checkpoint.reader import WEIGHTS_NAME
+from sparsify.delta.quantized_delta import LOSING, PACKED_FOLDER, QUANTIZER, refuse_to_lose
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Prune, Strategy
+from sparsify.training.plan import STATE
+from sparsify.training.state import write_trained_state
+from sparsify.training.weights import BaseWeights
 
-QUANTIZER = "hf_quantizer"  # attribute of a quantized transformers model
+SAVE = "save_pretrained"  # attribute of a transformers model
 
 
 def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
@@ -60,33 +80,71 @@ def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor
         quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
 
 
+def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options: Any) -> None:
+    """Is ``model.save_pretrained`` of a model in training, with transformers' arguments."""
+    engine, save = vars(model).get(ENGINE), functools.partial(type(model).save_pretrained, model)
+    if not _is_packed(model) or engine.paused:
+        return save(save_directory, *arguments, **options)
+    options |= zip(("is_main_process", "state_dict"), arguments, strict=False)
+    if options.get("push_to_hub"):
+        raise SparsifyError("push_to_hub=True would upload the packed base alone: call model.push_to_hub(repo_id).")
+    folder, state_dict, delta = Path(save_directory), options.pop("state_dict", None), engine.source.export(None, model)
+    with BaseWeights(engine.weights, model):
+        save(folder / PACKED_FOLDER, **options)
+    if options.get("is_main_process", True):
+        config = copy.deepcopy(model.config)
+        config.transformers_weights = "of quantized layers: call sparsify.load_model(folder, folder)"  # no file's name
+        config.to_json_file(folder / "config.json")
+        hub.save(folder, *delta)
+        write_trained_state(engine, model, folder / WEIGHTS_NAME, state_dict)
+        warnings.warn(
+            "trained values cannot be written into quantized weights: the folder that was saved has the packed base in "
+            f'"{PACKED_FOLDER}" and a delta, and from_pretrained() refuses it. load_model(folder, folder) gives the '
+            "trained model; desparsify(model, dequantize=True), before save_pretrained(), makes an ordinary one.",
+            stacklevel=2,
+        )
+    return None
+
+
+def _is_packed(model: nn.Module) -> bool:
+    return ENGINE in vars(model) and any(tensor.is_quantized for tensor in vars(model)[ENGINE].tensors)
+
+
 # The Trainer refuses a quantized model that is not PEFT's, unless its quantizer says that the model can be trained as
-# it is. While a model is sparsified its quantizer is of a class that is derived from its own and says so.
+# it is. While a model is sparsified its quantizer is of a class that is derived from its own and says so, and by way of
+# which transformers saves and dequantizes, too.
 
 
-def mark_trainable(model: nn.Module) -> None:
-    """Makes the Trainer accept a quantized model; any other is left alone."""
-    quantizer: Any = vars(model).get(QUANTIZER)
-    if quantizer is not None:
-        plain_class: Any = type(quantizer)
-        quantizer.__class__ = _trainable_class(plain_class)
-
-
-def unmark_trainable(model: nn.Module) -> None:
-    """Undoes :func:`mark_trainable`."""
-    quantizer = vars(model).get(QUANTIZER)
-    if type(quantizer).__module__ == __name__:
-        quantizer.__class__ = type(quantizer).__base__
+def mark_trainable(model: nn.Module, *, trainable: bool = True) -> None:
+    """Makes the Trainer accept a quantized model, and save what it trains, or no more; any other is left alone."""
+    vars(model).pop(SAVE, None)
+    if trainable and _is_packed(model) and hasattr(model, SAVE):
+        vars(model)[SAVE] = functools.partial(save_pretrained, model)
+    for quantizer in [vars(module)[QUANTIZER] for module in model.modules() if QUANTIZER in vars(module)]:
+        kind: Any = type(quantizer)
+        plain_class = kind.__base__ if kind.__module__ == __name__ else kind
+        quantizer.__class__ = _trainable_class(plain_class) if trainable else plain_class
 
 
 @functools.cache
 def _trainable_class(plain_class: type) -> type:
-    own = {"__module__": __name__, "__reduce__": _reduce, "is_qat_trainable": True, "is_trainable": True}
+    own = {"__module__": __name__, "is_qat_trainable": True, "is_trainable": True}
+    own |= dict(zip(LOSING, (_state_dict_and_metadata, refuse_to_lose), strict=True))
+    own["__reduce__"] = lambda quantizer: (_rebuild, (plain_class, vars(quantizer)))
     return type(f"Sparsified{plain_class.__name__}", (plain_class,), own)
 
 
-def _reduce(quantizer: Any) -> tuple[Any, ...]:
-    return _rebuild, (type(quantizer).__base__, quantizer.__dict__)
+def _state_dict_and_metadata(quantizer: Any, model: nn.Module, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """As the plain quantizer's, but for what was added to the model, with which torchao's files could not be read."""
+    tensors = [tensor for module in model.modules() for tensor in masked_tensors(module).values()]
+    if any(tensor.is_quantized and not tensor.collector.paused for tensor in tensors):
+        refuse_to_lose()
+    plain_class: Any = type(quantizer).__base__
+    state_dict, metadata = plain_class.get_state_dict_and_metadata(quantizer, model, *arguments, **options)
+    if "tensor_names" in metadata:
+        metadata = {name: text for name, text in metadata.items() if name not in STATE}
+        metadata["tensor_names"] = json.dumps([n for n in json.loads(metadata["tensor_names"]) if n not in STATE])
+    return state_dict, metadata
 
 
 def _rebuild(plain_class: type, state: dict[str, Any]) -> Any:

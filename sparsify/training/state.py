@@ -19,9 +19,11 @@ import sys
 import warnings
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
+from sparsify.delta.format import replace_file
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.compiled import check_not_exported
 from sparsify.training.engine import Engine
@@ -60,9 +63,7 @@ def place_hooks(engine: Engine) -> None:
     engine.hooks += [part.register_state_dict_pre_hook(_before_part_state_dict) for part in parts]
     # rank_checks.py compares these; they grow, and in a broadcast that would go unnoticed
     setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, SETTINGS])
-    # a checkpoint with packed weights has no merged ones, so it also keeps the trained entries
-    ignores = hasattr(root, IGNORED_ON_SAVE) and not isinstance(getattr(type(root), IGNORED_ON_SAVE, None), property)
-    if ignores and not any(tensor.is_quantized for tensor in engine.tensors):
+    if hasattr(root, IGNORED_ON_SAVE) and not isinstance(getattr(type(root), IGNORED_ON_SAVE, None), property):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
 
@@ -247,7 +248,16 @@ def trained_state_of(
     return kept
 
 
-def placeholder(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
+def write_trained_state(
+    engine: Engine, model: nn.Module, file: Path, state_dict: Mapping[str, Tensor] | None = None, **metadata: str
+) -> None:
+    """Writes :func:`trained_state_of` into a file that ``load_state_dict`` takes, and ``from_pretrained`` refuses."""
+    state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
+    metadata = {"format": "pt", "sparsify": "trained state", **metadata}
+    replace_file(file, safetensors.torch.save(state | _placeholder(engine, model), metadata))
+
+
+def _placeholder(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
     """An empty tensor in place of a weight that was left out, so that the file is not taken for a whole model's.
 
     transformers would draw the missing weights at random; it refuses one of a wrong shape.

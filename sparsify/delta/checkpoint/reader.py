@@ -106,6 +106,12 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def layout(self, name: str) -> Layout:
         """The places of a tensor's entries, by its name in the files or at run time; raises where it has none."""
+        layer = name.removesuffix(".weight")  # its scales are called so by bitsandbytes, or so by torchao
+        if layer != name and {f"{name}.absmax", f"{layer}.SCB", f"{layer}._weight_qdata"} & self.stored.keys():
+            raise BaseMismatchError(
+                f"tensor `{name}` is quantized in the checkpoint `{self.path}`, where no value is read or written by "
+                "itself: give the one from before that, or put the delta onto the model, load_model(base, delta)."
+            )
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
         if layouts := self.converted(name):
