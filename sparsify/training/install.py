@@ -45,8 +45,8 @@ def uninstall(engine: Engine, *, dequantize: bool) -> None:
     """Makes the model plain again; the weights keep their trained values, quantized ones are given up."""
     root = engine.root
     packed = [(tensor, tensor.weight) for tensor in engine.tensors if tensor.is_quantized and dequantize]
-    remove_hooks(engine)
     mark_trainable(root, trainable=False)
+    remove_hooks(engine)
     core.uninstall(engine, root)
     del root._buffers[SETTINGS]
     give_up_packed(root, packed)

@@ -120,7 +120,8 @@ def mark_trainable(model: nn.Module, *, trainable: bool = True) -> None:
     vars(model).pop(SAVE, None)
     if trainable and _is_packed(model) and hasattr(model, SAVE):
         vars(model)[SAVE] = functools.partial(save_pretrained, model)
-    for quantizer in [vars(module)[QUANTIZER] for module in model.modules() if QUANTIZER in vars(module)]:
+    modules = model.modules() if _is_packed(model) else [model]
+    for quantizer in [vars(module)[QUANTIZER] for module in modules if QUANTIZER in vars(module)]:
         kind: Any = type(quantizer)
         plain_class = kind.__base__ if kind.__module__ == __name__ else kind
         quantizer.__class__ = _trainable_class(plain_class) if trainable else plain_class
