@@ -8,7 +8,8 @@ from models import build, train
 from safetensors.torch import load_file
 from trainers import make_trainer, rows_of
 
-from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, desparsify, get_engine, sparsify, summary
+from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, SparsifyError
+from sparsify import base_weights, desparsify, get_engine, load_model, sparsify, summary
 from sparsify.common.quantized import is_quantized
 from sparsify.training.plan import STATE
 
@@ -43,10 +44,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def load(folder, scheme=None):
+def load(folder, scheme=None, **options):
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None)
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None, **options)
 
 
 def trainer(model, out, callbacks=()):
@@ -92,6 +93,80 @@ def test_a_dequantized_model_is_an_ordinary_one_for_transformers(scheme, folder,
     assert not model.is_quantized
     assert torch.equal(load(tmp_path / "dense").eval()(**batches[0]).logits, before)
     assert not any(is_quantized(parameter) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_saved_is_the_packed_base_and_a_delta_that_load_model_puts_together(scheme, dtype, folder, tmp_path):
+    model, batches = load(folder, scheme, dtype=dtype), build("llama")[1]
+    sparsify(model, 60, steps=STEPS, target_modules="all-linear", modules_to_save=["model.norm"])
+    train(model, batches[:STEPS])
+    with pytest.warns(UserWarning, match="trained values cannot be written into quantized weights"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"load_model\(folder, folder\)"):
+        load(tmp_path)
+    loaded = load_model(tmp_path, tmp_path).train()
+    assert loaded.model.norm.weight.dtype == dtype  # 8-bit weights stand for float32
+    rounding = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 0.02}
+    torch.testing.assert_close(loaded(**batches[0]).logits, model(**batches[0]).logits, **rounding)
+
+
+def test_the_trainer_saves_so_too_and_of_a_part_or_inside_base_weights_only_what_was_there(folder, tmp_path):
+    model, batch = sparsify(load(folder, "nf4"), 60, steps=STEPS, target_modules="all-linear"), build("llama")[1][0]
+    run = trainer(model, tmp_path / "out", [SparsifyCallback()])
+    run.train()
+    run.save_model(tmp_path / "saved")
+    assert SparseDelta.load(tmp_path / "saved") == SparseDelta.from_model(model)
+    with pytest.raises(SparsifyError, match="would upload the packed base alone"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    twin = copy.deepcopy(model)
+    assert twin.save_pretrained.args == (twin,)
+    with base_weights(model):
+        model.save_pretrained(tmp_path / "plain")
+    for base in (tmp_path / "plain", tmp_path / "saved" / "base"):
+        assert torch.equal(load(base).train()(**batch).logits, load(folder, "nf4").train()(**batch).logits)
+    whole = sparsify(torch.nn.Sequential(load(folder, "nf4")), 60, steps=STEPS, target_modules="all-linear")
+    with pytest.raises(SparsifyError, match=r"saving this part of the model.*Keep the delta"):
+        whole[0].save_pretrained(tmp_path / "part")
+    desparsify(whole)[0].save_pretrained(tmp_path / "part")
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "torchao-int8"])
+def test_no_training_and_no_applied_delta_is_lost_where_a_model_is_dequantized_saved_or_merged(
+    scheme, folder, tmp_path
+):
+    model, base = (load(folder, scheme) for _ in range(2))
+    delta = SparseDelta.from_model(sparsify(model, 60, "pafi", target_modules=["q_proj"]))
+    with pytest.raises(SparsifyError, match=r"dequantizing it.*desparsify\(model, dequantize=True\)"):
+        model.dequantize()
+    for part in delta.tensors.values():
+        part.values.add_(1)
+    with delta.applied(base):
+        for call in (base.dequantize, lambda: base.save_pretrained(tmp_path)):
+            with pytest.raises(SparsifyError, match=r"drop what was trained.*for load_model\(base, delta\)"):
+                call()
+    base.save_pretrained(tmp_path / "packed")
+    with pytest.raises(BaseMismatchError, match=r"is quantized in the checkpoint .* load_model\(base, delta\)"):
+        delta.merge(tmp_path / "packed", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_delta_of_weights_that_were_not_quantized_goes_over_quantized_ones_with_a_warning(dtype, folder):
+    plain, quantized = load(folder, dtype=dtype), load(folder, "nf4")
+    delta = SparseDelta.from_model(sparsify(plain, 60, "pafi", target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="was trained on weights that were not quantized"):
+        assert delta.check(quantized).unchecked == tuple(delta.tensors)
+        delta.apply(quantized)
+    for name, part in delta.tensors.items():
+        own = quantized.get_submodule(name.removesuffix(".weight")).quantized_delta_values
+        assert torch.equal(own, part.values.to(own.dtype))
+
+
+def test_a_torchao_model_that_is_trained_elsewhere_saves_an_ordinary_folder(folder, tmp_path):
+    model, batches = load(folder, "torchao-int8"), build("llama")[1]
+    train(sparsify(model, 6, steps=STEPS, target_modules=["embed_tokens"]), batches[:STEPS])
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path).train()(**batches[0]).logits, model(**batches[0]).logits)
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao-int8"])
