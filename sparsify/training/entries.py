@@ -24,8 +24,8 @@ class SparseValues(nn.Parameter):
     """The flat delta. A cast, which sets ``data``, leaves it in float32: most steps would be lost in a shorter type."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+    def data(self) -> Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
