@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,8 +84,8 @@ def load_model(
         )
     if name == recorded and isinstance(revision, str):
         kwargs.setdefault("revision", revision)
-    if Path(name, FILE_NAME).is_file() and Path(name, PACKED_FOLDER).is_dir():  # save_pretrained() of a quantized model
-        name = os.path.join(name, PACKED_FOLDER)
+    if os.path.isfile(os.path.join(name, FILE_NAME)) and os.path.isdir(packed := os.path.join(name, PACKED_FOLDER)):
+        name = packed  # as save_pretrained() wrote a quantized model in training
     if model_class is None:
         model_class = _recorded_class(delta.config.get("architecture"))
         _check_family(model_class, name, kwargs)

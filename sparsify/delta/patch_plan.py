@@ -282,7 +282,8 @@ def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values
             patch.inverse().write(targets[patch.name])
         raise
     finally:
-        guard(model)
+        if any(isinstance(target, QuantizedDelta) for target in targets.values()):
+            guard(model)
 
 
 def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
