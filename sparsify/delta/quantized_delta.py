@@ -100,8 +100,8 @@ def guard(model: nn.Module) -> None:
 def refuse_to_lose(*_: Any, **__: Any) -> None:
     raise SparsifyError(
         "saving this part of the model, or dequantizing it, would drop what was trained over quantized weights, which "
-        "cannot hold it. Keep the delta, SparseDelta.from_model(model) in training, for load_model(base, delta). To get "
-        "ordinary layers, desparsify(model, dequantize=True); or revert the delta, dequantize, and apply it again."
+        "cannot hold it. Keep the delta, SparseDelta.from_model(model) in training, for load_model(base, delta). For "
+        "ordinary layers: desparsify(model, dequantize=True); or revert the delta, dequantize, and apply it again."
     )
 
 
