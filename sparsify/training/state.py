@@ -132,7 +132,7 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
     record_settings(engine)
-    if STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()):
+    if STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not engine.paused:  # the base alone
         _notice_of_merged()
 
 
