@@ -41,6 +41,7 @@ from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, check_settings, record_settings
 from sparsify.training.sharding import check_sharding
+from sparsify.training.weights import check_trained
 
 OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
 # attributes of the root
@@ -158,7 +159,7 @@ def _before_part_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> No
 def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the state dict entries of the model's size, unless something is wrong with them there."""
     engine: Engine = root.__dict__[ENGINE]
-    engine.weights.check_trained("load_state_dict()")
+    check_trained(engine, "load_state_dict()")
     note_values(engine)  # which load_state_dict(assign=True) replaces
     if engine.entries.catch_up() and engine.entries.problem() is None:
         engine.state_loaded()  # dcp.load() has written into the model's own tensors, which are loaded now
@@ -220,7 +221,7 @@ def _before_module_load(module: nn.Module, state_dict: Mapping[str, Tensor], pre
     for attribute, tensor in masked_tensors(module).items():
         if prefix + attribute in state_dict and not tensor.is_quantized:
             engine: Engine = tensor.collector
-            engine.weights.check_trained("load_state_dict()")
+            check_trained(engine, "load_state_dict()")
             engine.weights.loaded[tensor] = module, attribute  # type: ignore[index]
 
 
