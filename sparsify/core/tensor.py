@@ -25,7 +25,7 @@ from sparsify.errors import SparsifyError
 REENTRANT = (
     "`{name}` was recomputed inside a backward pass of its own, as by reentrant activation checkpointing; entries are "
     "selected over the whole model, in one pass. Use the non-reentrant form: checkpoint(..., use_reentrant=False), or "
-    'gradient_checkpointing_kwargs={{"use_reentrant": False}} in transformers. A cached loss has to call the model itself.'
+    'gradient_checkpointing_kwargs={{"use_reentrant": False}}. A cached loss has to call the sparsified model itself.'
 )
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "

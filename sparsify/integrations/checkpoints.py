@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sparsify.api import get_engine
@@ -88,7 +89,7 @@ def load_checkpoint(trainer: Any, folder: Any, *arguments: Any) -> Any:
     """Is ``trainer._load_from_checkpoint`` of sentence-transformers' trainers, which makes a model of the folder."""
     if not has_trained_state(Path(folder)):
         return type(trainer)._load_from_checkpoint(trainer, folder, *arguments)
-    return trainer.model.load_state_dict(safetensors.torch.load_file(Path(folder, WEIGHTS)))
+    return trainer.model.load_state_dict(load_file(Path(folder, WEIGHTS)))
 
 
 def _expected_files(args: Any) -> list[str]:

@@ -355,7 +355,7 @@ class Engine(TrainingStep):
         if not self.entries.catch_up(by_value=by_value):
             self._mask_dropped()
             return
-        self.weights.check_trained("a state was loaded")
+        check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
             raise SparsifyError(
                 "the entries of this model were written to, and make no sense any more. They can be copied, but not "
