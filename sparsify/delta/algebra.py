@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from numbers import Real
 from typing import Any, TypeAlias
@@ -36,7 +37,7 @@ from sparsify.delta.patch_plan import (
     warn_of_casts,
 )
 from sparsify.delta.quantized_delta import QuantizedDelta
-from sparsify.errors import SparsifyError
+from sparsify.errors import BaseMismatchError, SparsifyError
 
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
 Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
@@ -173,10 +174,17 @@ class DeltaSum(Summable):
 
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         """The change (count,) float64 of one tensor's entries, and the new values in the dtype of ``base`` (count,)."""
+        try:
+            changes = [factor * checked_change(name, part, target) for factor, part, _ in parts]
+        except BaseMismatchError:
+            with suppress(BaseMismatchError):  # the terms may be stages, each trained on the ones before it
+                if all(factor == 1 for factor, *_ in parts):
+                    return _stages(name, parts, base, target)
+            raise
         total = torch.zeros_like(base, dtype=torch.float64)
         terms = torch.cat([at for *_, at in parts]).bincount()
-        for factor, part, at in parts:
-            total[at] += factor * checked_change(name, part, target)
+        for own, (_, _, at) in zip(changes, parts, strict=True):
+            total[at] += own
         new = (base.double() + total).to(base.dtype)
         for factor, part, at in parts:
             if factor == 1 and part.kind == "replace":  # no arithmetic where none is asked for
@@ -221,10 +229,7 @@ class DeltaSequence(DeltaSum):
     """
 
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        new = base.clone()
-        for _, part, at in parts:
-            new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
-        return new.double() - base.double(), new
+        return _stages(name, parts, base, target)
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
         dense: dict[str, Tensor] = {}
@@ -263,6 +268,14 @@ def change(part: TensorDelta, base: Tensor) -> Tensor:
 def checked_change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
     """The :func:`change` of entries of a tensor; raises where that is not their base."""
     return change(part, plan_entries(name, part, target).old)
+
+
+def _stages(name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+    """The change (count,) float64 of one tensor's entries by stages of training, and the new values (count,)."""
+    new = base.clone()
+    for _, part, at in parts:
+        new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
+    return new.double() - base.double(), new
 
 
 def _kept(name: str, indices: Tensor, base: Tensor, values: Tensor, target: Tensor, kind: str) -> TensorDelta | None:

@@ -175,8 +175,9 @@ def test_a_second_stage_on_top_of_the_first_is_one_delta_of_the_base(dtype, kind
     assert loaded.config == {
         "base_model_name_or_path": "bert", "architecture": "A", "stages": [delta.num_entries for delta in deltas]
     }  # fmt: skip
+    assert bits((deltas[0] + deltas[1]).on(base).apply(copy.deepcopy(base))) == bits(stages[2]), "a sum of stages"
     with pytest.raises(BaseMismatchError, match=r"the first's result as its base: both are `first.then\(second\)`"):
-        (deltas[0] + deltas[1]).apply(base)
+        (deltas[1] + deltas[0]).apply(base)
     with pytest.raises(BaseMismatchError, match="does not hold the values"):
         deltas[1].then(deltas[0]).apply(base)
 
