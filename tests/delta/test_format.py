@@ -179,13 +179,6 @@ def test_files_that_are_something_else_are_refused(path, data, message):
         read_bytes(path, data)
 
 
-def test_a_header_beyond_the_bound_is_refused_before_it_is_parsed(path, good, monkeypatch):
-    monkeypatch.setattr(delta_format, "MAX_HEADER_BYTES", 200)
-    monkeypatch.setattr(delta_format, "parse_json", lambda *_: pytest.fail("parsed"))
-    with pytest.raises(DeltaFormatError, match=r"its header claims .* bytes, more than 200"):
-        read(path)
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
@@ -206,6 +199,7 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
         (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
         (set_in("config", "log", to=LISTS["log"]), "open more objects and lists than a reader accepts"),
         (set_in("config", "steps", to=10**1000), "the number 1000.* is not finite as a float"),
+        (set_in("config", "steps", to=math.nan), "the number nan is not finite as a float"),
         (set_in("whole", to=["a\x1b[31m"]), r"name is 'a\\x1b\[31m', expected a string of 1 to 1,000 ch"),
         (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
         (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
@@ -262,15 +256,6 @@ def test_nothing_unprintable_from_a_file_gets_into_a_message(path, good):
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000
         assert caught.value.__suppress_context__  # a traceback does not show the library's own words
-
-
-@pytest.mark.parametrize("shape", ["[0,9223372036854775808]", "[0,18446744073709551615]"])
-def test_sizes_beyond_what_torch_counts_are_refused(path, shape):
-    write(path, {}, {"x": torch.zeros(0, 1)}, {})
-    header, payload = split(path.read_bytes())
-    text = json.dumps(header).replace("[0, 1]", shape)
-    with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
-        read_bytes(path, join(text.encode(), payload))
 
 
 def u16(*numbers):

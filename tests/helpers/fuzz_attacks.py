@@ -14,8 +14,6 @@ import struct
 
 from delta_bytes import join, split
 
-from sparsify.delta.metadata import MAX_DEPTH
-
 INTEGERS = [0, 1, -1, 2, 3, 7, 2**16, 10**6, 10**9, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 10**308]
 NUMBERS = [*INTEGERS, 10**309, 0.5, -0.0, 5e-324, 1e308, True, False, None, "3", [], {}, [3], "x" * 5000]
 DTYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
@@ -34,12 +32,9 @@ ARCHITECTURES = """BertForSequenceClassification BertModel BertForMaskedLM BertF
 ARCHITECTURES += ["x" * 100_000, "a b", "", None, 3, [], {}]
 TEXTS = ["", "x", "\x1b[2J", "\u202e", "a\nb", "é" * 3000, "../..", "/etc/passwd", "~", "user/name", "http://x/y", "\0"]
 SHAPES = [[], [0], [1], [3], [16, 16], [3, 16], [0, 3], [10**6, 0], [10**9, 0], [0, 2**62], [2**31, 2**31], [1] * 64]
-SHAPES += [[1] * 65, *([number] for number in INTEGERS), *([number, 3] for number in NUMBERS)]
+SHAPES += [[1] * 65, [0, 2**63], *([number] for number in INTEGERS), *([number, 3] for number in NUMBERS)]
 HOSTILE = [*NUMBERS, *DTYPES, *TEXTS, "replace", "add", "uniform", "0" * 64, "G" * 64, "\ud800", "x" * 100_000]
 HOSTILE += [[[]], [0], [1, 1], [2**62, 4], [0, 2**62, 2**62], [-2, -3], [True, 2], [1] * 65, [8, 0], [0, 2**64], "a"]
-RAW_JSON = ["NaN", "-Infinity", "1e999", "0." + "1" * 2000, "1" * 5000, "1" + "0" * 200_000, "[" * 900 + "]" * 900]
-RAW_JSON += ["[" * 200_000, '{"a":' * 100_000, "[" + "[]," * 100_000 + "[]]", "[" + "0," * 200_000 + "0]"]
-RAW_JSON += ["9" * 999, "1e-999", '{"a":1,"a":2}', "\\ud800", '"\\ud800"', '"\\u0000"', "tru", "", '"', "01", "[1,]"]
 LABELS = [None, [], "x", {}, {"0": "a"}, {"0": "a", "1": "a", "2": "a"}, {"-1": "a", "x": 3, "²": "b"}]
 LABELS += [{str(i): TEXTS[i % len(TEXTS)] for i in range(count)} for count in (2, 3, 1000)]
 VALUES = {  # of some fields; others get any of ANYTHING
@@ -96,8 +91,7 @@ class Parts:
 
 
 def places(value, path=()):
-    """The paths of everything in a JSON value, itself apart, as deep as a reader may go (attacks nest deeper)."""
-    value = value if len(path) < MAX_DEPTH else None
+    """The paths of everything in a JSON value, itself apart."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, item in items for place in [(*path, key), *places(item, (*path, key))]]
 
@@ -125,14 +119,6 @@ def attack_bytes(rng, parts, other):
     return rng.choice([bytes(changed), data[: rng.randrange(len(data))], data + more, resized])
 
 
-def attack_payload(rng, parts, other):
-    payload = bytearray(parts.payload)
-    for _ in range(rng.choice([1, 1, 3])):
-        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-    parts.payload = bytes(payload)
-    return parts.join(rehash=rng.random() < 0.7)
-
-
 def attack_json(rng, parts, other):
     parts.join()
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -148,38 +134,6 @@ def attack_json(rng, parts, other):
             holder[key] += rng.choice([-1, 1, 2, -2, 65_535, 2**32, -(2**40)])
         else:
             holder[key] = rng.choice(HOSTILE)
-
-
-def attack_text(rng, parts, other):
-    """Text that JSON libraries disagree on in place of a value, or a key twice."""
-    if rng.random() < 0.3:
-        data = parts.join()
-        extra = {rng.choice(parts.keys): rng.choice([*other.header.values(), *parts.header.values()])}
-        return join(json.dumps(split(data)[0]).encode()[:-1] + b"," + json.dumps(extra).encode()[1:], parts.payload)
-    in_header, raw = rng.random() < 0.5, rng.choice(RAW_JSON)
-    parts.join()
-    holder, key = holder_and_key(rng, parts.header if in_header else parts.document)
-    holder[key] = "@@"
-    if not in_header:
-        parts.header["__metadata__"]["sparse_delta"] = json.dumps(parts.document).replace('"@@"', raw)
-    text = json.dumps(parts.header)
-    return join((text.replace('"@@"', raw, 1) if in_header else text).encode("utf-8", "surrogatepass"), parts.payload)
-
-
-def attack_layout(rng, parts, other):
-    first, second = rng.choice(parts.keys), rng.choice(parts.keys)
-    begin, end = parts.header[second]["data_offsets"]
-    action = rng.randrange(4)
-    if action == 0:
-        far = [[0, len(parts.payload)], [0, 2**63], [2**64 - 8, 2**64], [begin, begin]]
-        parts.header[first]["data_offsets"] = rng.choice([[begin, end], [begin + 1, end + 1], [end, begin], *far])
-    elif action == 1:
-        parts.header[first], parts.header[second] = parts.header[second], parts.header[first]
-    elif action == 2:
-        field = rng.choice(["tensors", "whole", "config"])
-        parts.document[field] = other.document[field]
-    else:
-        parts.payload = other.payload
 
 
 # Attacks by the format's grammar
@@ -255,31 +209,7 @@ def attack_dense(rng, parts, other):
         parts.payload += data
 
 
-def attack_limits(rng, parts, other):
-    deep = rng.choice([3, "a", [], {}, None])
-    for _ in range(rng.choice([60, 61, 62, 63, 64, 200, 900])):
-        deep = [deep] if rng.random() < 0.5 else {"a": deep}
-    many, action = rng.choice([10, 1000, 20_000]), rng.randrange(5)
-    if action == 0:
-        record = {"shape": [1] * rng.choice([1, 64, 65]), "dtype": "F32", "count": 1, "base_sha256": "0" * 64}
-        parts.document["tensors"] = {str(i): record for i in range(many // 10)}
-    elif action == 1:
-        parts.document["whole"] += [str(i) for i in range(many // 5)]
-        parts.header |= {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(many // 5)}
-    elif action == 2:
-        parts.header[rng.choice(parts.keys)]["shape"] = [rng.choice([0, 1])] * many
-    else:
-        parts.document["config"] = rng.choice([
-            {"a": deep}, {"a": [[]] * many}, {"a": {str(i): {} for i in range(many)}}, {"x" * many * 50: 1},
-            {"a": rng.choice([10**308, 10**309, -(10**309), 10**999, 10**1000, 5e-324])}, {"a": "\0" * many},
-            {f"{i}\U0001f600": 0 for i in range(many)}, {"a:\"b": {"\\": "\":"}}, {"strategy": deep, "budget": deep},
-        ])  # fmt: skip
-
-
-ATTACKS = [
-    attack_bytes, attack_payload, attack_json, attack_text, attack_layout, attack_indices, attack_fields, attack_values,
-    attack_names, attack_dense, attack_limits,
-]  # fmt: skip
+ATTACKS = [attack_bytes, attack_json, attack_indices, attack_fields, attack_values, attack_names, attack_dense]
 NEEDS_ENTRIES = (attack_indices, attack_values)
 
 
