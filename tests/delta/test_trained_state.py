@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from models import build, loss_of
+from models import Extended, build, loss_of
 from models import run_steps as run
 from safetensors.torch import save_file
 from torch import nn
@@ -40,22 +40,12 @@ WRITERS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.norm, self.frozen = nn.Linear(6, 30), nn.BatchNorm1d(30), nn.Linear(30, 30)
-        self.adapter, self.head = nn.Linear(30, 30), nn.Linear(30, 3)
-
-    def forward(self, x, labels):
-        return nn.functional.cross_entropy(self.head(self.adapter(self.frozen(self.norm(self.body(x))))), labels)
-
-
 @pytest.fixture
 def model():
     """Stopped after 2 of 5 steps; a head that is trained whole, new parameters, buffers, a module left out."""
     torch.manual_seed(0)
     options = {"modules_to_save": ["head"], "fresh_modules": ["adapter"], "exclude_modules": ["frozen"]}
-    model = sparsify(Net(), 60, steps=5, **options)
+    model = sparsify(Extended(), 60, steps=5, **options)
     run(model, build("mlp")[1][:2])
     return model
 
@@ -80,7 +70,8 @@ def test_a_state_dict_of_another_dtype_and_of_pruned_tensors(dtype):
     strategy = Strategy(SNIP(), Prune(pretrained=True))
     options = {"target_modules": ["second"], "calibration": batches[:2], "loss_fn": loss_of}
     pruned = sparsify(copy.deepcopy(plain), 0.5, strategy, **options)
-    assert SparseDelta.from_checkpoint(pruned.state_dict()) == SparseDelta.from_model(pruned)
+    for state in (pruned.state_dict(), trained_state(pruned)):
+        assert SparseDelta.from_checkpoint(state) == SparseDelta.from_model(pruned)
     model = sparsify(nn.Linear(9, 4).to(dtype), 7, steps=2)
     model(torch.ones(2, 9, dtype=dtype)).square().sum().backward()
     torch.optim.SGD([model.sparse_values], lr=0.3).step()
@@ -93,7 +84,7 @@ def test_what_is_no_checkpoint_in_training_is_told_apart(model, tmp_path):
     two = nn.ModuleList([sparsify(nn.Linear(4, 4), 3, "random") for _ in range(2)]).state_dict()
     (tmp_path / "file").write_text("no weights")
     for given, error, problem in [
-        (Net().state_dict(), SparsifyError, r"is of 0 sparsified models, .* take SparseDelta.diff\(base, tuned\)"),
+        (Extended().state_dict(), SparsifyError, r"is of 0 sparsified models, .* take SparseDelta.diff\(base, tuned\)"),
         ({**state, SETTINGS: settings}, SparsifyError, "earlier version, .* sparsify the same base as then"),
         ({**state, SETTINGS: settings[1:]}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, "sparse_ids": state["sparse_ids"] + 10**6}, DeltaFormatError, "no checkpoint that can be used"),

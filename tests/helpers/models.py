@@ -21,6 +21,19 @@ class MLP(nn.Module):
         return nn.functional.cross_entropy(self.head(torch.relu(self.second(hidden))), labels)
 
 
+class Extended(nn.Module):
+    """A pretrained body and buffers, one of them idle, and what the base does not have: an adapter and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.idle = nn.Linear(6, 30), nn.BatchNorm1d(30), nn.BatchNorm1d(30)
+        self.frozen, self.adapter, self.head = nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, CLASSES)
+
+    def forward(self, x, labels):
+        hidden = self.adapter(self.frozen(self.norm(self.body(x))))
+        return nn.functional.cross_entropy(self.head(hidden), labels)
+
+
 def mlp():
     return MLP(), lambda: {"x": torch.randn(12, 6), "labels": torch.randint(CLASSES, (12,))}
 
