@@ -4,23 +4,12 @@ import copy
 import json
 import warnings
 
+import peft
 import pytest
 import torch
 from limits import needs_limits, within_limits
 from models import build, train
-from peft import (
-    EvaConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-    initialize_lora_eva_weights,
-)
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import BertForSequenceClassification
 
 from sparsify import SparseDelta, load_model, sparsify
@@ -243,12 +232,12 @@ def test_verbs_on_the_bases_own_tensors_refuse_an_extended_base(lora, tmp_path, 
 
 def test_a_lora_that_eva_has_initialised_is_built(folder):
     settings = {"r": 4, "target_modules": TARGETS, "task_type": "SEQ_CLS", "init_lora_weights": "eva"}
-    model = get_peft_model(base(folder), LoraConfig(**settings, eva_config=EvaConfig(rho=1.0)))
-    initialize_lora_eva_weights(model, [{"input_ids": torch.arange(8).view(2, 4)}], show_progress_bar=False)
+    model = get_peft_model(base(folder), LoraConfig(**settings, eva_config=peft.EvaConfig(rho=1.0)))
+    peft.initialize_lora_eva_weights(model, [{"input_ids": torch.arange(8).view(2, 4)}], show_progress_bar=False)
     assert torch.equal(logits(load_model(folder, SparseDelta.from_model(trained(model)))), logits(model))
 
 
-@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_prompts_are_refused_by_their_name(folder, config):
     model = get_peft_model(base(folder), config(num_virtual_tokens=2, task_type="SEQ_CLS"))
     with pytest.raises(SparsifyError, match=r"type 'P\w+_TUNING', and only LORA, .*delta\.apply\(model\)"):

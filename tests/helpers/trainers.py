@@ -53,7 +53,7 @@ def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, Non
     rows = rows_of() if rows is None else rows
     options = {"train_dataset": rows, "eval_dataset": rows[:8] if kind is TRAINER else rows, "optimizers": optimizers}
     options["callbacks"] = [SparsifyCallback()] if callbacks is None else callbacks
-    return kind[0](model, kind[1](str(folder), **chosen), **options)
+    return kind[0](model, args=kind[1](str(folder), **chosen), **options)
 
 
 def outcome(trainer):

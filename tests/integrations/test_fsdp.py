@@ -16,16 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import (
-    DeltaPublisher,
-    DeltaSubscriber,
-    SparseDelta,
-    base_weights,
-    desparsify,
-    get_engine,
-    sparsify,
-    summary,
-)
+from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights, desparsify, sparsify
+from sparsify.api import get_engine, summary
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks
 
