@@ -164,22 +164,6 @@ def test_a_header_that_the_format_does_not_allow(few, text):
     assert "Nothing was loaded: have it sent again, or ask for `snapshot()`." in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("places", "values", "text"),
-    [
-        ([1, 1, 2], [1, 2, 3], "not strictly increasing"),
-        ([1], [1, 2], "indices hold 1 entries, expected 2"),
-        ([2**63], [1], "not strictly increasing"),
-        ([1], [torch.inf], "has values that are not finite"),
-    ],
-)
-def test_values_and_places_that_the_format_does_not_allow(all_values, places, values, text):
-    stored = torch.tensor(places, dtype=torch.uint64)
-    more = [("F32.known", "F32", torch.tensor(values, dtype=torch.float32)), ("F32.places", "U64", stored)]
-    with pytest.raises(DeltaFormatError, match=text):
-        read_message(rewritten(all_values, add=more))
-
-
 def test_what_does_not_go_with_the_version_before(run, few):
     follower = run.follower()
     before = copy.deepcopy(follower.model.state_dict())
