@@ -136,19 +136,6 @@ def test_a_snapshot_is_a_delta_file(tmp_path):
         SparseDelta.load(path)
 
 
-def test_a_late_follower_goes_on_with_the_same_updates():
-    run = Run("bert", modules_to_save=["classifier"])
-    run.updates(2)
-    second = run.expected()
-    run.step()  # the model has moved on; a snapshot is of the last version all the same
-    late = run.follower()
-    assert late.version == 2
-    assert bits(late.model) == second
-    for update in run.updates(STEPS):
-        late.apply(update)
-    assert bits(late.model) == run.expected()
-
-
 def refused(follower, message, error, text):
     before, at = bits(follower.model), (follower.chain, follower.version)
     with pytest.raises(error, match=text):
