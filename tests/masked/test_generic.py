@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
-from recorder import mask, model_gradients, sparsify_fully
+from recorder import model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import desparsify, sparsify
+from sparsify import sparsify
 
 DIM = 4
 
@@ -98,42 +98,6 @@ def test_output_input_gradient_and_gradients_are_the_plain_modules(name, dtype):
     assert any(plain.get_parameter(name).grad.any() for name in trained)
 
 
-class Failing(nn.LayerNorm):
-    fails = False
-
-    def forward(self, x):
-        y = super().forward(x)
-        if self.fails:
-            raise RuntimeError("out of memory")
-        return y
-
-
-@pytest.mark.parametrize("where", ["forward", "later pre-hook", "earlier pre-hook"])
-def test_a_forward_that_fails_leaves_the_plain_parameters_in_place(where):
-    module = Failing(DIM)
-    parameters = dict(module.named_parameters())
-
-    def fail(module, args):
-        if module.fails:
-            raise RuntimeError("out of memory")
-
-    if where == "earlier pre-hook":
-        module.register_forward_pre_hook(fail)
-    recorder, tensors = mask(module)
-    if where == "later pre-hook":
-        module.register_forward_pre_hook(fail)
-    for _ in range(2):
-        module.fails = True
-        with pytest.raises(RuntimeError, match="out of memory"):
-            module(torch.randn(2, DIM))
-        assert all(module._parameters[name] is parameter for name, parameter in parameters.items())
-        module.fails = False
-        x = torch.randn(2, DIM)
-        recorder.gradients.clear()
-        module(x).sum().backward()
-        torch.testing.assert_close(recorder.dense(tensors["bias"]), torch.full((DIM,), 2.0))
-
-
 def replace_forward(layer):
     def doubled(self, x):
         is_table = isinstance(self, nn.Embedding)
@@ -154,44 +118,6 @@ def test_a_module_whose_forward_was_replaced_on_the_instance_still_trains(kind):
     for model in (plain, masked):
         model(x).square().sum().backward()
     assert_gradients(masked, plain)
-
-
-class ReadDirectly(nn.Module):
-    """Reads the weight of a layer in its own forward, past the layer's."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.out = layer, nn.Linear(DIM, DIM)
-
-    def forward(self, x, fails=False):
-        weight = self.layer.weight
-        if fails:
-            raise RuntimeError("out of memory")
-        return (self.out(x) @ weight.reshape(-1, DIM).t()).sum()
-
-
-LAYERS = [nn.Linear(DIM, DIM), nn.Embedding(9, DIM), nn.Conv1d(3, 2, DIM)]
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
-def test_a_weight_is_itself_outside_of_the_models_forward(layer):
-    model = nn.Sequential(ReadDirectly(layer))
-    weight, x = layer.weight, torch.randn(3, DIM)
-    sparsify_fully(model)
-    assert layer.weight is weight
-    model(x).backward()
-    assert layer.weight is weight
-    with pytest.raises(TypeError):
-        model(x, True)
-    assert layer.weight is weight
-    model[0].register_forward_pre_hook(lambda module, args: (*args, True))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model(x)
-    assert layer.weight is weight
-    assert dict(layer.named_parameters())["weight"] is weight
-    desparsify(model)
-    assert type(layer._parameters) is dict
-    assert layer.weight is weight
 
 
 @pytest.mark.parametrize("change", ["values", "dtype"])
