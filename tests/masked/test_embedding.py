@@ -27,17 +27,6 @@ def masked_copy(plain):
     return table, recorder, tensors["weight"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 1, 3), (0,)], ids=str)
-def test_the_output_is_the_plain_tables_bit_for_bit(plain, dtype, shape):
-    plain.to(dtype)
-    table, _, _ = masked_copy(plain)
-    for ids in (torch.randint(ROWS, shape), torch.randint(ROWS, shape, dtype=torch.int32)):
-        assert torch.equal(table(ids), plain(ids))
-        with torch.no_grad():
-            assert torch.equal(table(ids), plain(ids))
-
-
 @pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("strided", [True, False])
 def test_the_gradient_is_plain_autograds_for_the_batchs_rows_and_has_no_others(plain, id_dtype, strided):

@@ -1,8 +1,5 @@
 """An input that autograd can make again is not kept by the layer, and its gradient is the same to the last bit."""
 
-import threading
-import weakref
-
 import pytest
 import torch
 from recorder import mask
@@ -10,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sparsify.masked.recompute import recomputable, release_memory
+from sparsify.masked.recompute import recomputable
 
 ROWS, IN, OUT = 6, 5, 4
 
@@ -124,29 +121,6 @@ def test_behind_a_layer_norm_the_input_is_kept_only_where_its_eps_is_not_known(h
 def enter_pass(monkeypatch):
     """Makes all threads run a backward pass of this number."""
     return lambda number: monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: number)
-
-
-def made_in_a_thread(h):
-    """A weak reference to what another thread makes again, as autograd's thread of a second device does."""
-    made = []
-    thread = threading.Thread(target=lambda: made.append(weakref.ref(recomputable(F.gelu(h))())))
-    thread.start()
-    thread.join()
-    return made[0]
-
-
-def test_a_pass_that_ends_releases_the_memory_of_all_its_threads_and_of_no_other_pass(h, enter_pass):
-    enter_pass(1)
-    first = made_in_a_thread(h)
-    enter_pass(2)
-    own = recomputable(F.gelu(h))
-    second = weakref.ref(own())
-    release_memory()
-    assert first() is not None
-    assert second() is None
-    enter_pass(1)
-    release_memory()
-    assert first() is None
 
 
 def test_passes_that_take_turns_in_one_thread_do_not_share_memory(h, enter_pass):
