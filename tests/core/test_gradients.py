@@ -123,14 +123,6 @@ def test_many_short_gradients_of_a_row_are_summed_in_float32(dtype):
     assert more.take(EVERY[: 2 * COLS]).tolist() == [2501] * COLS + [2500] * COLS
 
 
-@pytest.mark.parametrize(("tokens", "waits"), [(0, True), (3, True), (10, True), (11, False), (100, False)])
-def test_the_sum_of_two_products_waits_as_a_product_while_its_factors_are_small(tokens, waits):
-    first, second = product(tokens), product(tokens)
-    expected, total = sum_of(first, second), first.held().add(second)
-    assert isinstance(total, Product) == waits
-    torch.testing.assert_close(total.dense().values, expected)
-
-
 FORMS = {
     "dense": of_rows,
     "rows": lambda: of_rows([1, 4, 11]),

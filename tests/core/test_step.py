@@ -80,18 +80,3 @@ def test_the_core_alone_equals_the_dense_oracle(seed, make, forwards):
         for name, parameter in dense.named_parameters():
             torch.testing.assert_close(sparse.get_parameter(name), parameter, rtol=1e-8, atol=1e-8, check_stride=False)
     assert (step.entries.count, step.entries.step) == (BUDGET, STEPS)
-
-
-def test_a_kept_graph_makes_sums_wait_for_the_commit_and_gives_its_uses_back():
-    model, (batch, *_) = made(0)
-    step = trained_by_core(model)
-    loss = model(*batch)
-    assert all(tensor.waiting for tensor in step.tensors)
-    loss.backward(retain_graph=True)
-    assert all(tensor.waiting for tensor in step.tensors), "the graph may run again"
-    loss.backward()
-    assert not any(tensor.waiting for tensor in step.tensors)
-    kept = model(*batch)
-    assert all(tensor.waiting for tensor in step.tensors)
-    del kept
-    assert not any(tensor.waiting for tensor in step.tensors)

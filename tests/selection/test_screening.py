@@ -82,15 +82,6 @@ def test_screening_finds_the_winners_of_the_full_product(seed, importance, scale
     assert not torch.isin(ids[0], unmasked + 100).any()
 
 
-def test_a_product_in_a_short_type_is_screened_by_a_full_topk():
-    tensor, empty, full = a_tensor(torch.zeros(ROWS, COLS)), *(TopK(1, torch.float32, "cpu") for _ in range(2))
-    full.add(torch.tensor([0]), torch.tensor([1.0]), torch.tensor([1.0]))
-    product = Product(torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLS))
-    assert screen(full, tensor, product) is not None
-    assert screen(full, tensor, Product(product.left.double(), product.right.double())) is None
-    assert screen(empty, tensor, product) is None, "it has no threshold"
-
-
 HARD = {
     "ties": lambda model, x: (model, x),
     "equal scores": lambda model, x: (fill(model, 0.5), torch.ones_like(x)),
