@@ -11,7 +11,7 @@ import torch
 import typer
 from step_bench import run
 from step_bench.report import make_table
-from step_bench.run import GIVE_BACK, HEAPS, Measurement, measure, run_worker
+from step_bench.run import Measurement, measure, run_worker
 from step_bench.settings import Settings
 from step_bench.worker import FILL
 from typer.testing import CliRunner
@@ -31,26 +31,6 @@ def invoke(*arguments):
     app = typer.Typer()
     app.command()(step.main)
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
-
-
-@pytest.mark.parametrize("heap", HEAPS)
-def test_methods_take_turns_and_memory_is_measured_where_the_heap_is_given_back(heap, monkeypatch):
-    turns = []
-
-    def fake(settings, task, limits, seconds):
-        turns.append((settings.method, task, limits))
-        return json.dumps({"peak_bytes": len(turns), "parameters": 7, "updates": [len(turns)] * 3})
-
-    monkeypatch.setattr(run, "run_worker", fake)
-    methods = [Settings("static", heap=heap), Settings("id3", heap=heap)]
-    static, id3 = measure(methods, rounds=2, steps=3, progress=lambda text: None)
-    assert turns == [
-        ("id3", FILL, {}),
-        *((method, "1", GIVE_BACK) for method in ("static", "id3")),
-        *((method, "3", HEAPS[heap]) for method in ("static", "id3") * 2),
-    ]
-    assert (static.held_bytes, static.peak_bytes, static.parameters, static.updates) == (2, 6, 7, [4] * 3 + [6] * 3)
-    assert (id3.held_bytes, id3.peak_bytes, id3.updates) == (3, 7, [5] * 3 + [7] * 3)
 
 
 def test_a_method_that_fails_has_a_row_that_says_so_and_no_further_turn(monkeypatch):
