@@ -101,27 +101,20 @@ def test_info_of_drawn_tensors_alone(run, tmp_path, shape):
     assert json.loads(run("info", tmp_path / "delta", "--json"))["entries"] == 0
 
 
-def test_info_does_not_let_a_file_steer_the_terminal(run, tmp_path, base):
-    delta = task(base, 1)
-    delta.config = {"base_model_name_or_path": "\x1b[2J[red]evil[/red] ü-漢"}
-    delta.tensors = {"layers.0.[bold]": delta.tensors["0.weight"]}
-    delta.save(tmp_path / "delta")
-    text = run("info", tmp_path / "delta")
-    assert "\\x1b[2J[red]evil[/red] ü-漢" in text
-    assert "[bold]" in text
-    assert "\x1b[2J" not in text
-
-
-def test_names_do_not_turn_the_direction_of_writing(run, tmp_path, base, out):
+def test_a_file_does_not_steer_the_terminal_or_turn_the_direction_of_writing(run, tmp_path, base, out):
     for number in (1, 2):
         delta = task(base, number)
+        delta.config = {"base_model_name_or_path": "\x1b[2J[red]evil[/red] ü-漢"}
+        delta.tensors = {"layers.0.[bold]": delta.tensors["0.weight"]}
         delta.whole["head.\u200f.weight"] = torch.full((2,), float(number))
         delta.save(tmp_path / str(number))
     text = run("add", tmp_path / "1", tmp_path / "2", *out, fails=True)
     text += run("info", tmp_path / "1") + str(SparsifyError("tensor `a\u202e\x1b[2J`"))
     assert text.count("\\u200f") == 2
     assert text.endswith("tensor `a\\u202e\\x1b[2J`")
-    assert "\u200f" not in text
+    assert "\\x1b[2J[red]evil[/red] ü-漢" in text
+    assert "[bold]" in text
+    assert not {"\u200f", "\x1b"} & set(text)
 
 
 def test_info_of_a_file_of_version_1_and_of_a_sparse_lora(run, tmp_path):
