@@ -10,7 +10,7 @@ from models import MLP, build, loss_of, run_steps
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary
 
 BUDGET, STEPS = 40, 8
 
@@ -243,14 +243,6 @@ def test_a_weight_that_changed_its_shape_is_refused(mlp):
     model.head.weight = nn.Parameter(torch.zeros(5, 8), requires_grad=False)
     with pytest.raises(SparsifyError, match=r"`head\.weight` had shape \(3, 8\) at sparsify\(\) and has \(5, 8\) now"):
         loss_of(model, batches[0])
-
-
-def test_a_backward_pass_of_a_graph_from_before_desparsify_is_refused(mlp):
-    model, batches = mlp
-    loss = loss_of(model, batches[0])
-    desparsify(model)
-    with pytest.raises(SparsifyError, match=r"graph from before desparsify\(\)"):
-        loss.backward()
 
 
 def test_a_module_that_got_no_gradient_is_named_once():
