@@ -145,17 +145,6 @@ def assert_exported(export, model):
     return version
 
 
-def follow(model, batches):
-    export = get_engine(model).source.exporter(model)
-    versions = [assert_exported(export, model)]
-    for batch in batches[:STEPS]:
-        run_steps(model, [batch])
-        versions.append(assert_exported(export, model))
-    assert versions[-1].config["steps_done"] == STEPS
-    assert versions[-1].config == SparseDelta.from_model(model).config
-    return versions
-
-
 def test_tensors_of_several_dtypes_and_dense_ones():
     model, batches = build("bert", dtype=torch.bfloat16)
     for module in model.modules():
@@ -164,7 +153,13 @@ def test_tensors_of_several_dtypes_and_dense_ones():
             module.register_forward_hook(lambda module, args, output: output.bfloat16())
             module.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     sparsify(model, 2_000, steps=STEPS, modules_to_save=["classifier"])
-    versions = follow(model, batches)
+    export = get_engine(model).source.exporter(model)
+    versions = [assert_exported(export, model)]
+    for batch in batches[:STEPS]:
+        run_steps(model, [batch])
+        versions.append(assert_exported(export, model))
+    assert versions[-1].config["steps_done"] == STEPS
+    assert versions[-1].config == SparseDelta.from_model(model).config
     assert {entries.values.dtype for entries in versions[-1].tensors.values()} == {torch.float32, torch.bfloat16}
     assert set(versions[0].whole) == {"classifier.weight", "classifier.bias"}
     heads = [version.whole["classifier.weight"] for version in versions]
