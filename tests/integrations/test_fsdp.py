@@ -166,7 +166,9 @@ def refused(rank):
         "blocks only": trains(blocks_only),
         "too late": error_of(sparsify, fully_shard(mlp()[0]), BUDGET),
         "desparsify": error_of(desparsify, shard(sparse())),
-        "fsdp1": trains(FullyShardedDataParallel(sparse(), device_id=torch.device("cpu"), use_orig_params=True)),
+        "fsdp1": error_of(
+            lambda: FullyShardedDataParallel(sparse(), device_id=torch.device("cpu"), use_orig_params=True)
+        ),
     }
 
 
