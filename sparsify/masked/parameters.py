@@ -37,9 +37,10 @@ class MaskedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(cls, *args)  # nn.Parameter(parameter) insists on one of its own class
-        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or not _is_recorded(func, args):
+        if traced or not torch.is_grad_enabled() or not _is_recorded(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         taps: list[tuple[Any, MaskedParameter]] = []

@@ -82,7 +82,7 @@ class Increment(Selection):
             gradients. The sum is exact for entries that were among the best candidates from the first pass on.
     """
 
-    select: str = field(default="first", metadata={"new": True})
+    select: str = field(default="first", repr=False, metadata={"new": True})
     name = "increment"
 
     def __post_init__(self) -> None:

@@ -317,7 +317,7 @@ class Engine(TrainingStep):
         if optimizer is not None and not self.passes and self.weights.are_in_step:
             return  # it has initialised the optimizer's state, as torch's distributed checkpoint does
         if self.weights.loaded:
-            self.state_loaded(has_entries=False)
+            self.state_loaded(has_entries=self.loading[0])
         self._warn_of_unreached()
         with uninterrupted():
             note_counted(self)
@@ -351,7 +351,7 @@ class Engine(TrainingStep):
             else:
                 self.optimizer_stepped()
         if self.weights.loaded and not self.paused:  # by a part of the model
-            self.state_loaded(has_entries=False)
+            self.state_loaded(has_entries=self.loading[0])
         if not self.entries.catch_up(by_value=by_value):
             self._mask_dropped()
             return
@@ -391,7 +391,7 @@ class Engine(TrainingStep):
 
         Weights that came without entries, as from a merged checkpoint, are the values that run.
         """
-        plain = self.weights.end_load(has_entries)
+        plain, self.loading = self.weights.end_load(has_entries), (False, "", None)
         self.entries.read()
         self.restart()
         self._find_dormant()

@@ -125,8 +125,8 @@ class ModelEntries(Entries):
         return False
 
     def _known_ids(self) -> Tensor:
-        slots, indices = self.by_tensor
-        ids = indices.cpu() + torch.tensor(self.offsets).repeat_interleave(torch.tensor(self.counts))
+        (slots, indices), cpu = self.by_tensor, torch.device("cpu")
+        ids = indices.cpu() + upload(self.offsets, cpu).repeat_interleave(upload(self.counts, cpu))
         return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
 
     def drop(self, first: int) -> None:

@@ -99,7 +99,7 @@ def test_a_state_that_accelerate_saved_is_gone_on_from_bit_for_bit(options, trai
         straight.accelerator.register_save_state_pre_hook(keep_trained_state)
     straight.train(half)
     straight.accelerator.save_state(tmp_path)
-    assert ((tmp_path / "model.safetensors").stat().st_size < 5_000) == trained_only
+    assert ((tmp_path / "model.safetensors").stat().st_size < 6_000) == trained_only
     losses = straight.train(half, skip=half)
     assert summary(straight.plain, verify=True).verification.ok
     assert summary(straight.plain).unmasked == BUDGET
