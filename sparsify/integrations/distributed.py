@@ -6,6 +6,7 @@ from torch import nn
 
 from sparsify.api import get_engine
 from sparsify.common.ranks import num_ranks
+from sparsify.training.rank_checks import check_ranks_alike
 
 
 def check_ranks(model: nn.Module) -> None:
@@ -26,7 +27,7 @@ def check_ranks(model: nn.Module) -> None:
     """
     engine = get_engine(model)
     if num_ranks() > 1:
-        engine.compare_ranks()
+        check_ranks_alike(engine)
 
 
 def keep_whole(model: nn.Module) -> list[nn.Module]:

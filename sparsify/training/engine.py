@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import ENGINE, listed
+from sparsify.common.names import ENGINE
 from sparsify.common.ranks import END, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
@@ -34,18 +33,9 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
+from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.entries import ModelEntries, SparseValues
-from sparsify.training.optimizer_steps import (
-    DROPPED,
-    forget_uncounted_steps,
-    has_uncounted_step,
-    note_counted,
-    note_gradient,
-    note_values,
-    was_counted,
-    was_dropped,
-)
 from sparsify.training.plan import Plan
 from sparsify.training.rank_checks import agree, check_ranks_alike
 from sparsify.training.sharding import read_base
@@ -56,17 +46,21 @@ OVERLAPPING = (
     "other, and part of one's gradient is lost: they shared a GPU, or one unmasked entries that the other did not know "
     "of. Run them one after the other (in threads with a lock around backward()); forward passes may overlap."
 )
+READ_OUTSIDE = (
+    "`{name}` was read outside of the model's forward, as by a loss or a penalty of your own: its gradient is right, "
+    "but computed whole, where a call of its module computes only what is needed. This is said once."
+)
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
 _NOTHING = nullcontext()
 
 
 class _Forward(threading.local):
-    """The root's forward passes in one thread."""
+    """The root's forward passes in one thread, by the backward passes around them, as cached losses run it; or -1."""
 
-    around = -1  # the backward pass around the last part that ran, as cached losses run the model; -1 for none
+    around = -1  # of the last part that ran
 
     def __init__(self) -> None:
-        self.running: list[int] = []  # of those that have begun and not ended the backward pass around them, or -1
+        self.running: list[int] = []  # of those that have begun and not ended
 
 
 class Engine(TrainingStep):
@@ -81,13 +75,10 @@ class Engine(TrainingStep):
         self._select = SelectorFactory(self.ranks, plan.seed)
         self.entries: ModelEntries
         entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
-        policy = policy_of(plan.strategy.selection)
-        importance = plan.strategy.importance
         self.tensors: Sequence[ModelTensor]
-        super().__init__(
-            plan.tensors, entries,
-            policy(importance, plan.schedule, plan.tensors, entries, plan.budget, plan.steps, self._select),
-        )  # fmt: skip
+        parts = plan.strategy.importance, plan.schedule, plan.tensors, entries
+        policy = policy_of(plan.strategy.selection)(*parts, plan.budget, plan.steps, self._select)
+        super().__init__(plan.tensors, entries, policy)
         self.policy.kept = sum(tensor.num_candidates for tensor in plan.tensors if tensor.rows)
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
         self.dense_names = tuple(plan.targets.saved)
@@ -124,7 +115,7 @@ class Engine(TrainingStep):
     def start(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""
         self.append(selected, count_by_tensor(selected, self.entries.ends).tolist())
-        self._find_dormant()
+        self.restart()
         self.weights.write()
 
     # -------------------------------------------------------------------------------- how far it is
@@ -210,12 +201,7 @@ class Engine(TrainingStep):
         outside = not self._forward.running and isinstance(tensor.owner, (nn.Linear, nn.Embedding))
         if use is not None and outside and not self._warned_of_read and torch._C._current_graph_task_id() == -1:
             self._warned_of_read = True
-            warnings.warn(
-                f"`{tensor.name}` was read outside of the model's forward, as by a loss or a penalty of your own: its "
-                "gradient is right, but computed whole, as in full fine-tuning, where a call of its module computes "
-                "only what is needed. This is said once.",
-                stacklevel=4,
-            )
+            warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=4)
         return use
 
     # -------------------------------------------------------------------------------- backward
@@ -225,9 +211,9 @@ class Engine(TrainingStep):
             raise SparsifyError("this graph was built before desparsify(): compute the loss again.")
         check_trained(self, "backward()")
         self.catch_up()
-        note_values(self)
+        optimizer_steps.note_values(self)
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
-            self.compare_ranks()  # in the second step, too: then it shows whether gradients are averaged
+            check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
             self._compared.add(self.step)
         if graph in self._begun:
             raise SparsifyError(OVERLAPPING)
@@ -242,12 +228,6 @@ class Engine(TrainingStep):
         self._begun[graph] = thread, self.unmasked
         return current
 
-    def compare_ranks(self) -> None:
-        """Raises ``SparsifyError`` on all ranks when they differ."""
-        policy, strategy = self.policy, self.strategy.to_dict()
-        settings = strategy, policy.schedule, policy.steps, policy.budget, self.values.numel(), self.seed
-        check_ranks_alike(self, self.ranks, settings)
-
     def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
         with self._section(COLLECT, gradient.device):
             super().collect(tensor, tensor.of_rows(gradient))
@@ -256,7 +236,7 @@ class Engine(TrainingStep):
         with self._section(COMMIT, self.values.device):
             grad = super().commit()
         if self.selected and not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may be used again
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: note_gradient(self, self.weights.writes))
+            _after_pass(lambda: optimizer_steps.note_gradient(self, self.weights.writes))
         self.streams.forget()
         return grad
 
@@ -302,8 +282,7 @@ class Engine(TrainingStep):
         first = self.unmasked
         if self.sharded:
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
-            read: Callable[[], None] = partial(read_base, self.tensors, self.entries, self.ranks, first)
-            torch.autograd.Variable._execution_engine.queue_callback(read)
+            _after_pass(lambda: read_base(self.tensors, self.entries, self.ranks, first))
         else:
             base = read_weights(self.tensors, ids, counts, self.entries.base) if base is None else base
             self.entries.append(ids, base, counts)
@@ -311,22 +290,25 @@ class Engine(TrainingStep):
     # -------------------------------------------------------------------------------- from step to step
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if optimizer is not None and was_counted(self, optimizer):
+        if optimizer is not None and optimizer_steps.was_counted(self, optimizer):
             self.refresh()
             return
         if optimizer is not None and not self.passes and self.weights.are_in_step:
             return  # it has initialised the optimizer's state, as torch's distributed checkpoint does
         if self.weights.loaded:
             self.state_loaded(has_entries=self.loading[0])
-        self._warn_of_unreached()
+        optimizer_steps.warn_of_unreached(self)
         with uninterrupted():
-            note_counted(self)
+            optimizer_steps.note_counted(self)
             self._counted_by_hook = optimizer is not None
             self._forward.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
         if optimizer is not None and not torch.compiler.is_dynamo_compiling():
-            self._warn_of_unheld(sum(parameter.requires_grad for parameter in parameters_of(optimizer)))
+            trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer))
+            if trained != self._trained:
+                self._trained = trained
+                self.source.warn_of_unheld()
 
     def write(self) -> None:
         self.weights.write()
@@ -345,9 +327,9 @@ class Engine(TrainingStep):
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
         if self.values.is_meta:
             raise SparsifyError(OFFLOADED.format(name=VALUES))
-        if has_uncounted_step(self):
+        if optimizer_steps.has_uncounted_step(self):
             if self.weights.are_in_step:
-                forget_uncounted_steps(self)  # it failed before it had moved them
+                optimizer_steps.forget_uncounted_steps(self)  # it failed before it had moved them
             else:
                 self.optimizer_stepped()
         if self.weights.loaded and not self.paused:  # by a part of the model
@@ -376,25 +358,21 @@ class Engine(TrainingStep):
     def _mask_dropped(self) -> None:
         """Masks again what the step in progress has unmasked, if the gradient was dropped."""
         if not self.paused and not self._passes and self._has_dropped():
-            warnings.warn(DROPPED, stacklevel=4)
+            warnings.warn(optimizer_steps.DROPPED, stacklevel=4)
             with uninterrupted():
-                self.entries.drop(self._selected_from)
+                self.entries.truncate(self._selected_from)
                 self.restart()
 
     def _has_dropped(self) -> bool:
-        dropped = self._had_dropped or was_dropped(self, self.weights.writes)
+        dropped = self._had_dropped or optimizer_steps.was_dropped(self, self.weights.writes)
         return dropped and self.selected and self.weights.are_in_step
 
     @torch.no_grad()
     def state_loaded(self, *, has_entries: bool = True) -> None:
-        """Brings everything in step after a state dict was loaded.
-
-        Weights that came without entries, as from a merged checkpoint, are the values that run.
-        """
+        """Brings everything in step after a state dict was loaded."""
         plain, self.loading = self.weights.end_load(has_entries), (False, "", None)
         self.entries.read()
         self.restart()
-        self._find_dormant()
         self.weights.adopt(plain, self.base_digests)
 
     def restart(self) -> None:
@@ -402,26 +380,10 @@ class Engine(TrainingStep):
         self.policy.restart()
         self._select.restart()
         self.selected, self.passes = False, 0
-
-    def _find_dormant(self) -> None:
         for tensor in self.tensors if self.policy.static else ():
             tensor.dormant = not tensor.count
 
-    def _warn_of_unheld(self, trained: int) -> None:
-        if trained != self._trained:
-            self._trained = trained
-            self.source.warn_of_unheld()
 
-    def _warn_of_unreached(self) -> None:
-        if self.reached is None:
-            return
-        expected = [tensor for tensor in self.tensors if not self.policy.static or tensor.count]
-        names = [tensor.name for tensor in expected if tensor not in self.reached]
-        if names:
-            warnings.warn(
-                f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-                f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under "
-                "no_grad(), as in reentrant checkpointing (pass use_reentrant=False), or their weight is read without "
-                "their module being called: please report that.",
-                stacklevel=2,
-            )
+def _after_pass(callback: Any) -> None:
+    """Has autograd call a function at the end of the running backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -40,15 +40,11 @@ class SparseValues(nn.Parameter):
 
 
 class ModelEntries(Entries):
-    """Entries that notice when something else has written into their buffers.
-
-    Attributes:
-        generation: how often the entries were replaced; in between, entries are only added.
-    """
+    """Entries that notice when something else has written into their buffers."""
 
     def __init__(self, root: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__(root, sizes)
-        self.generation = 0
+        self.generation = 0  # how often they were replaced; in between, entries are only added
         self.base_was_written = False  # by something else, though the entries are the same
         self._seen: list[tuple[str, Tensor, int]] = []  # the buffers and their versions when they were last read
 
@@ -103,14 +99,11 @@ class ModelEntries(Entries):
         """Takes the entries from slot ``count`` on away again; their values have to be zero."""
         position = self.root.get_buffer(POSITION)
         position[2:] = torch.stack([torch.full_like(position[2], count), checksum(self.ids[:count], 0)])
+        self.ids[count:] = self.base[count:] = 0
         self.read()
 
     def catch_up(self, *, by_value: bool = False) -> bool:
-        """Takes in the steps that something else has written, as a copy's; whether the entries are others now.
-
-        Waits for the device only where the buffers were written or moved, or to compare the position ``by_value``: no
-        version counter sees a write through ``.data``.
-        """
+        """Takes in the steps that something else has written, as a copy's; whether the entries are others now."""
         buffers = self.root._buffers
         written = [name for name, seen, known in self._seen if buffers[name] is not seen or seen._version != known]
         if not written and not by_value:
@@ -129,21 +122,6 @@ class ModelEntries(Entries):
         ids = indices.cpu() + upload(self.offsets, cpu).repeat_interleave(upload(self.counts, cpu))
         return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
 
-    def drop(self, first: int) -> None:
-        """Removes the entries from slot ``first`` on, the last to be added."""
-        ids, position = self.ids[first:], self.root.get_buffer(POSITION)
-        position[2:] -= torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, first)])
-        ids.zero_()
-        self.base[first:] = 0
-        self.read()
-
-    def make_room(self, capacity: int) -> None:
-        """Lengthens the buffers to ``capacity`` entries."""
-        for name in (IDS, BASE):
-            old = self.root.get_buffer(name)
-            self.root._buffers[name] = torch.cat([old, old.new_zeros(capacity - old.numel())])
-        self.remember()
-
     def problem(self, state: Mapping[str, Any] | None = None) -> str | None:
         """Returns what is wrong with the buffers, or with those of a state dict; ``None`` if nothing is."""
         buffers: Mapping[str, Any] = state or self.root._buffers
@@ -155,8 +133,7 @@ class ModelEntries(Entries):
             return f"`{IDS}` {tuple(ids.shape)}, `{BASE}` {tuple(base.shape)} and {count:,} entries do not agree."
         if count > room:
             return (
-                f"the state dict has more than {room:,} unmasked entries, which this model has room for; sparsify it "
-                "with the budget of the model that was saved."
+                f"there are more than {room:,} unmasked entries; sparsify with the budget of the model that was saved."
             )
         ids = ids[:count].long()
         if int(checksum(ids, 0)) != int(position[3]):
@@ -170,9 +147,6 @@ class ModelEntries(Entries):
 
 
 def checksum(ids: Tensor, first: int) -> Tensor:
-    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that of the slots before.
-
-    Not linear, so that an average of entries does not have the average of their checksums.
-    """
+    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that before; an average's is another."""
     slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
     return (ids * ids * slots).sum()

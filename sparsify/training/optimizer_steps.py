@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sparsify.common.names import listed
 from sparsify.core.optimizer import listening, parameters_of
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
@@ -27,7 +29,6 @@ from sparsify.training.weights import check_trained
 
 
 class _Step:
-    """A step that has begun."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
@@ -119,10 +120,7 @@ def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:
-    """Whether an optimizer step was interrupted, or is about to be counted.
-
-    One with a closure is left out: the model runs within it.
-    """
+    """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
     for each in _STEPS.begun:
         optimizer = None if each.has_closure or step in each.counted else each.optimizer()
         if optimizer is not None and holds(optimizer, step.entries.values):
@@ -139,6 +137,22 @@ def note_counted(step: TrainingStep) -> None:
     """Keeps the steps that have begun from being counted again."""
     for each in _STEPS.begun:
         each.counted.add(step)
+
+
+def warn_of_unreached(step: TrainingStep) -> None:
+    """Warns in the first step of tensors that got no gradient."""
+    if step.reached is None:
+        return
+    expected = [tensor for tensor in step.tensors if not step.policy.static or tensor.count]
+    names = [tensor.name for tensor in expected if tensor not in step.reached]
+    if names:
+        warnings.warn(
+            f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
+            f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under no_grad(), "
+            "as in reentrant checkpointing (pass use_reentrant=False), or their weight is read without their module "
+            "being called: please report that.",
+            stacklevel=2,
+        )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from sparsify.common.ranks import BEGIN, Ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import is_shard
 from sparsify.core.entries import Entries, count_by_tensor
-from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
@@ -34,21 +34,21 @@ REMEDIES = {  # by part; the flat delta before the weights, which are written fr
 }
 
 
-def check_ranks_alike(step: TrainingStep, ranks: Ranks, settings: object) -> None:
-    """Compares all ranks' steps and settings; raises ``SparsifyError`` on each of them when they differ."""
-    entries = step.entries
+def check_ranks_alike(engine: Any) -> None:
+    """Compares an engine with the other ranks'; raises ``SparsifyError`` on each of them when they differ."""
+    entries, policy, strategy = engine.entries, engine.policy, engine.strategy.to_dict()
     parts = {
-        "settings": settings,
+        "settings": (strategy, policy.schedule, policy.steps, policy.budget, entries.values.numel(), engine.seed),
         "step": entries.step,
-        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in step.tensors],
+        "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors],
         "flat delta": digest(entries.values.detach()),
-        "weights": [_sample(tensor) for tensor in step.tensors],
+        "weights": [_sample(tensor) for tensor in engine.tensors],
         "unmasked entries": digest(entries.ids),
         "base values": digest(entries.base),
     }
     digests = [hashlib.sha256(repr(part).encode()).digest() for part in parts.values()]
     numbers = [int.from_bytes(own[:8], "little") >> 1 for own in digests]  # 63 bits
-    headers = ranks.headers(BEGIN, numbers, [tensor.name for tensor in step.tensors])
+    headers = engine.ranks.headers(BEGIN, numbers, [tensor.name for tensor in engine.tensors])
     differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
     if differing:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
