@@ -53,14 +53,7 @@ def note_given(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def use_base(trainer: Any, args: Any, model: nn.Module) -> BaseReference | None:
-    """Makes the base the reference of TRL's trainer with these ``args``, if it has loaded one.
-
-    Returns:
-        The reference, if it is to follow the model.
-
-    Raises:
-        SparsifyError: when another reference is to follow the model.
-    """
+    """Makes the base the reference of TRL's trainer, if it has loaded one; returns one that is to follow the model."""
     loaded, synced = getattr(trainer, "ref_model", None), getattr(args, "sync_ref_model", False)
     if isinstance(loaded, BaseReference):  # of an earlier train()
         return loaded if synced else None

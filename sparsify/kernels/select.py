@@ -19,10 +19,7 @@ from sparsify.core.topk import at_least_float32, best_first
 
 
 class Candidates:
-    """Entries that may be among the best ``size``, in arrays of a fixed size; only their device knows their number.
-
-    At most ``capacity`` of them, and ``limit`` after a cut; all global ids are below ``total``.
-    """
+    """At most ``capacity`` entries, ``limit`` after a cut, with ids below ``total``, counted by the device."""
 
     def __init__(
         self, size: int, limit: int, capacity: int, total: int, dtype: torch.dtype, device: torch.device

@@ -25,10 +25,7 @@ MOST_AT_ONCE = 1 << 22  # entries in a part, all of which may become candidates,
 
 
 class DeviceTopK:
-    """The best ``size`` of all entries of a model, of which there are ``total``, kept on the devices they came from.
-
-    The scores have a ``dtype``, and the winners are those of :class:`sparsify.core.topk.TopK`, on a ``device``.
-    """
+    """The best ``size`` of all ``total`` entries of a model, as ``TopK`` finds them, kept on their own devices."""
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.dtype, self._total, self._most_at_once = size, dtype, total, min(total, MOST_AT_ONCE)
@@ -37,7 +34,6 @@ class DeviceTopK:
         self._held_on(device)  # that of the winners first
 
     def _held_on(self, device: torch.device) -> Candidates:
-        """The candidates on a device."""
         if device not in self._held:
             limit = self.size + max(self.size, SMALLEST_CUT)  # candidates that may stay until a cut
             capacity = limit + self._most_at_once

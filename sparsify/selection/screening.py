@@ -106,7 +106,7 @@ class StreamingSelector(Selector):
         return unmasked, dense
 
     def _offer_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
-        """Offers the entries of a large product in blocks of rows; returns the gradient of the unmasked ones (k,)."""
+        """Offers a large product in blocks of rows; returns the gradient of the unmasked entries (k,)."""
         self._work.dense += gradient.numel
         (height, cols), weight = tensor.matrix_shape, tensor.matrix
         blocks, at_once = RowBlocks(gradient, tensor.indices, excluded), max(1, MOST_MULTIPLIED // cols)
@@ -117,11 +117,7 @@ class StreamingSelector(Selector):
         return blocks.taken
 
     def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
-        """Offers those entries of a product that can reach the top-k's threshold, but the excluded ones (e,).
-
-        Returns the gradient of the unmasked ones (k,); ``None``, with nothing offered, where the full product costs
-        less, cannot be screened, or might not be finite.
-        """
+        """Offers what can reach the threshold; returns the unmasked entries' gradient, ``None`` if it does not pay."""
         left, right, size = product.left, product.right, product.numel
         most = screening_limit(left, right, tensor.count) if product.looked_up is None else 0
         has_threshold = self._importance.monotone and float(self._topk.threshold) > SMALLEST_THRESHOLD
@@ -156,10 +152,7 @@ def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
 
 
 class RowBlocks:
-    """A large product, or tied table, of which only some rows are in memory at a time.
-
-    ``taken`` (k,) is the gradient of the ``unmasked`` entries in the rows so far; the excluded ones (e,) are zero.
-    """
+    """A large product in blocks of rows; ``taken`` (k,) is the gradient of the ``unmasked`` entries so far."""
 
     def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:
         self._gradient, self._unmasked, self._excluded = gradient, unmasked, excluded

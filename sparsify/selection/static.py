@@ -87,10 +87,7 @@ def rank_by_scores(
     tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str,
     totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns the global ids (n,) of the best entries by a calibration's ``totals``, or by the weights alone.
-
-    Entries without a finite score are none of them, nor are unmasked ones with ``masked_only``.
-    """
+    """Global ids (n,) of the best entries with a finite score, by a calibration's ``totals`` or the weights alone."""
     for tensor in tensors:
         if importance.covers(tensor.name) and tensor.rows is None:
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
@@ -120,7 +117,6 @@ def _candidates(tensor: MaskedTensor) -> Tensor:
 
 
 def _check_budget(ranked: Sequence[ModelTensor], strategy: Strategy, budget: int, kept: int) -> None:
-    """Checks that the budget leaves entries to the ranked tensors; ``kept`` entries are trained anyway."""
     available = sum(tensor.num_candidates for tensor in ranked)
     if not available:
         raise SparsifyError(
@@ -159,10 +155,7 @@ def _interleave(parts: Sequence[Tensor]) -> Tensor:
 
 
 def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:
-    """Returns the global ids (n,) of a given set of entries, ascending, or raises ``SparsifyError`` if it does not fit.
-
-    The support has a bool mask or flat indices (n,) by tensor name, in the model or in the plain model.
-    """
+    """Global ids (n,), ascending, of a set given as bool masks or flat indices, by tensor name in the plain model."""
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
     ids = [torch.empty(0, dtype=torch.int64)]
     for name, given in support.items():

@@ -23,10 +23,7 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Sums each parameter's gradient over batches, in float32 or float64; for :class:`Fisher`, squares over examples.
-
-    The arguments are those of :func:`sparsify.sparsify`.
-    """
+    """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples."""
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(
             f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "

@@ -140,7 +140,6 @@ def _nothing_left(parameters: Iterable[nn.Parameter], target_modules: Pattern) -
 
 
 def _warn_of_frozen(matched: set[str], candidates: Iterable[Candidate]) -> None:
-    """Warns of modules that ``target_modules`` matched and that have parameters, none of which is a candidate."""
     if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
         warnings.warn(
             f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "

@@ -70,7 +70,7 @@ class DeltaSource:
 
     def warn_of_unheld(self) -> None:
         """Warns of parameters of the model that train and are in no delta."""
-        warn_of_unheld(self._engine, self._engine.root, stacklevel=7)
+        warn_of_unheld(self._engine, self._engine.root, stacklevel=6)
 
     def exporter(self, model: nn.Module) -> Exporter:
         """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
@@ -78,15 +78,7 @@ class DeltaSource:
 
 
 class Exporter:
-    """A function that returns the model's present version.
-
-    Positions and base values are copied to the host once, when entries are new; each call takes the values anew.
-
-    Args:
-        engine: of a sparsified model.
-        model: the model, or what wraps it, which is searched for parameters that train and that no delta holds.
-        call: the user's call, for error messages.
-    """
+    """A function that gives the present version of a model, which ``model`` is or wraps, for the user's ``call``."""
 
     def __init__(self, engine: Engine, model: nn.Module, call: str) -> None:
         self._engine, self._call = engine, call
@@ -97,11 +89,7 @@ class Exporter:
 
     @torch.no_grad()
     def __call__(self, budget: int | None = None) -> Version:
-        """Exports the first ``budget`` entries in order of unmasking, by default all.
-
-        Dense are ``modules_to_save``, pruned tensors, those that the base does not have, and buffers that training
-        changed. The entries of a quantized weight are differences.
-        """
+        """Exports the first ``budget`` entries in order of unmasking, by default all, and what is stored whole."""
         engine = self._engine
         if vars(engine.root).get(ENGINE) is not engine:
             raise SparsifyError(

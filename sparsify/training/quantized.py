@@ -63,10 +63,7 @@ def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
 
 
 def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor]]) -> None:
-    """Turns quantized tensors' layers of a plain model, in place, into ``nn.Linear`` with the weights (out, in) given.
-
-    Their dtype is that of the model's ordinary parameters.
-    """
+    """Turns quantized layers of a plain model into ``nn.Linear`` with these weights, in the dtype of the others."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() and not is_quantized(p)]
     for tensor, weight in weights:
         weight, packed = weight.to(dtypes[0] if dtypes else weight.dtype), tensor.parameter

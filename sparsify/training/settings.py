@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from sparsify.common.names import RECORD, SETTINGS
 from sparsify.common.raw_bits import digest
-from sparsify.core.entries import VALUES
+from sparsify.core.entries import BASE, IDS, VALUES
 from sparsify.errors import SparsifyError
 from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
@@ -51,11 +51,7 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 
 
 def record_settings(engine: Engine) -> Tensor:
-    """Sets and returns the root's buffer (n,) uint8: the settings, some of which become known late, as JSON.
-
-    With them go the number of entries that were unmasked when the run was last extended, and the delta's record. The
-    length is a power of two, so that copies of a model have the same.
-    """
+    """Sets and returns the root's buffer (n,) uint8, as long in all copies: settings and a delta's record, as JSON."""
     record = record_of(engine)
     text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at, RECORD: record}, default=str)
     size = 1 << (_SIZE + len(json.dumps(record, default=str))).bit_length()
@@ -126,7 +122,9 @@ def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | 
     more = 0, capacity - old.numel()
     new = SparseValues(pad(old.detach(), more), old.requires_grad)
     engine.root._parameters[VALUES] = new
-    engine.entries.make_room(capacity)
+    for name in (IDS, BASE):
+        engine.root._buffers[name] = pad(engine.root.get_buffer(name), more)
+    engine.entries.remember()
     if optimizer is None:
         return
     for group in optimizer.param_groups:

@@ -109,10 +109,7 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
 
 
 def _was_frozen(engine: Engine) -> bool:
-    """Whether the flat delta does not train though something does that is in no delta, as after get_peft_model().
-
-    With nothing else to train it was frozen on purpose, to pass gradients on.
-    """
+    """Whether only parameters that are in no delta train, as after get_peft_model(); with none it is on purpose."""
     if engine.values.requires_grad or engine.paused:
         return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
@@ -259,10 +256,7 @@ def write_trained_state(
 
 
 def _placeholder(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
-    """An empty tensor in place of a weight that was left out, so that the file is not taken for a whole model's.
-
-    transformers would draw the missing weights at random; it refuses one of a wrong shape.
-    """
+    """An empty tensor for a weight that was left out: transformers refuses it, where it would draw a missing one."""
     needed = _needed(engine)
     names = [name for name, _ in engine.root.named_parameters() if name not in needed]
     return {_prefix(engine, model) + name: torch.empty(0) for name in names[:1]}

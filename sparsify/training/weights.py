@@ -102,10 +102,7 @@ class EffectiveWeights:
 
     @property
     def are_in_step(self) -> bool:
-        """Whether the flat delta and the weights' dtype are those that they were written from.
-
-        The values themselves are compared: a version counter misses writes through ``.data``.
-        """
+        """Whether they were written from this flat delta, by its values: no version sees a write through ``.data``."""
         written, values = self._written, self._entries.values.detach()
         return (
             written is not None
@@ -156,10 +153,7 @@ class EffectiveWeights:
         scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)
 
     def _may_write_again(self) -> bool:
-        """Whether the weights were last written by address, and nothing shows that they or the flat delta have changed.
-
-        A flat delta that was written to through ``.data`` shows in its values alone, for which the host would wait.
-        """
+        """Whether the last write was by address, and nothing shows, without a wait, that what it wrote has changed."""
         written, values = self._written, self._entries.values.detach()
         return (
             written is not None
@@ -207,10 +201,7 @@ class EffectiveWeights:
         return dtype == tensor.dtype and not is_shard(tensor.parameter) and digest(tensor.base_weight) != known
 
     def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
-        """Takes weights that came without entries for the values that run.
-
-        Their delta is then weight minus base; or zero, where the frozen entries are others too: that is another base.
-        """
+        """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""
         base, values, others = self._entries.base, self._entries.values.detach(), []
         for tensor in plain:
             own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)

@@ -18,10 +18,7 @@ BLOCK = 1024  # entries of a program
 def scatter(
     weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
 ) -> None:
-    """Writes values (k,) into contiguous weights, ``counts`` for each, at its flat indices (k,), cast to its dtype.
-
-    ``seen``: whether autograd's version counters see it.
-    """
+    """Writes values (k,) into weights, ``counts`` for each, at flat indices (k,); ``seen``: by version counters."""
     number = indices.numel()
     written = [weight for weight, count in zip(weights, counts, strict=True) if count]
     repeats = [count for count in counts if count]
