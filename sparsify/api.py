@@ -158,8 +158,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     engine = get_engine(model)
     if engine.sharded:
         raise SparsifyError(
-            "a model that fully_shard() has sharded cannot be turned back; save SparseDelta.from_model(model), and "
-            "apply it to a base that is not sharded."
+            "a sharded model cannot be turned back; apply SparseDelta.from_model(model) to a base that is not sharded."
         )
     engine.refresh()
     if not dequantize:
@@ -281,9 +280,7 @@ def base_weights(model: Model) -> AbstractContextManager[Model]:
         >>> with base_weights(model):
         ...     reference = model(torch.ones(1, 4))
     """
-    engine = get_engine(model)
-    engine.catch_up()
-    return BaseWeights(engine.weights, model)
+    return BaseWeights(get_engine(model).weights, model)
 
 
 def optimizer_stepped(model: nn.Module) -> None:
@@ -356,11 +353,9 @@ def _check_calibration(strategy: str | Strategy, calibration: Calibration | None
         calibrates, shown = strategy.calibrates, f"{strategy.importance} with {strategy.selection}"
     if not calibrates and (calibration is not None or loss_fn is not None):
         raise SparsifyError(
-            f"calibration= and loss_fn= are not used by {shown}; leave them out. A gradient importance with Static() "
-            "or Prune() uses them."
+            f"calibration= and loss_fn= are not used by {shown}; a gradient importance with Static() or Prune() does."
         )
     if calibrates and calibration is None:
         raise SparsifyError(
-            f"{shown} chooses by gradients before training; pass calibration=, an iterable of batches (dicts with "
-            "labels) or a function of the model that runs backward."
+            f"{shown} chooses by gradients before training; pass calibration=, batches or a function to run backward."
         )

@@ -178,9 +178,8 @@ def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
     full = engine.unmasked >= engine.budget
     if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:
         warnings.warn(
-            f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps, and the "
-            f"Trainer's {steps:,} steps train these and select no others. To select over all steps, start from a model "
-            "that is sparsified anew.",
+            f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps; the Trainer's "
+            f"{steps:,} steps select no others. To select over all steps, start from a model that is sparsified anew.",
             stacklevel=3,
         )
 
@@ -195,6 +194,5 @@ def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
     if not steps_done and not args.fp16:  # under fp16 the first steps may all have been skipped
         raise SparsifyError(
             f"the run was resumed at step {state.global_step:,}, but its checkpoint has no unmasked entries: it was "
-            "written without SparsifyCallback. Resume from one that was written with it, or start afresh from its "
-            "weights, which are ordinary ones."
+            "written without SparsifyCallback. Resume from one that was written with it, or start from its weights."
         )

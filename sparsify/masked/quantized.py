@@ -56,9 +56,8 @@ class QuantizedTensor(ModelTensor):
         stored = self.collector.entries.base
         if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
             raise SparsifyError(
-                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of "
-                f"`{self.name}` at its trained entries, while its quantized weight still stands for {self.dtype}: "
-                "cast a quantized model before sparsify()."
+                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of a quantized "
+                f"weight, `{self.name}`, that stands for {self.dtype}: cast a quantized model before sparsify()."
             )
 
     def dequantizer(self) -> Callable[[], Tensor]:

@@ -23,8 +23,7 @@ from sparsify.masked.recompute import MaskedLayerNorm
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peft.tuners.adalora.layer.AdaLoraLayer": (
         lambda module: True,
-        "is AdaLoRA's, which allots its ranks by the gradient of every entry, and adds a penalty on all entries; LoRA "
-        "does neither",
+        "is AdaLoRA's, which allots its ranks by every entry's gradient and adds a penalty on all; LoRA does neither",
     ),
     "peft.tuners.adamss.layer.AdamssLayer": (
         lambda module: bool(module.exp_avg_ipt_A),
@@ -36,8 +35,7 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "peft.tuners.oft.layer.OFTRotationModule": (
         lambda module: bool(module.coft),
-        "is constrained OFT's, which projects its weight in every forward and so moves every entry; with coft=False it "
-        "does not",
+        "is constrained OFT's, which projects its weight in every forward, moving every entry; coft=False does not",
     ),
 }
 
@@ -63,8 +61,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif parameter.is_meta:
         problem = (
-            "is on the meta device (offloaded, as by device_map or cpu_offload(), or not yet loaded); load its weights "
-            "onto a device before sparsify(), or leave it out with exclude_modules"
+            "is on the meta device (offloaded, or not yet loaded); load its weights onto a device before sparsify()"
         )
     elif parameter.is_complex():
         problem = f"({kind}) holds complex numbers, and deltas are real"

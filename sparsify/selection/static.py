@@ -126,8 +126,7 @@ def _check_budget(ranked: Sequence[ModelTensor], strategy: Strategy, budget: int
     if not kept < budget <= kept + available:
         raise SparsifyError(
             f"budget={budget:,} with {strategy.selection}: biases, norms and other vectors are trained whole and take "
-            f"{kept:,} entries of it; expected {kept + 1:,} to {kept + available:,}, or freeze the vectors before "
-            "(requires_grad_(False))."
+            f"{kept:,} entries of it; expected {kept + 1:,} to {kept + available:,}, or freeze the vectors before."
         )
 
 
@@ -141,8 +140,7 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: in
     ) if zeros else ""  # fmt: skip
     return (
         f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score} (NaN and infinite ones "
-        "do not count); correct it if it is your own, give the calibration more examples, or lower the budget."
-        f"{reason}"
+        f"do not count); correct it if it is yours, give the calibration more examples, or lower the budget.{reason}"
     )
 
 

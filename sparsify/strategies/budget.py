@@ -34,8 +34,7 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
         budget = int(budget * available)
     if not 1 <= budget <= available:
         raise SparsifyError(
-            f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates. "
-            "Lower the budget, or let more parameters require grad."
+            f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates, which require grad."
         )
     return int(budget)
 
@@ -67,8 +66,7 @@ def resolve_capacity(
         raise SparsifyError(f"{selection} takes no schedule: each step selects the whole budget; leave schedule= out.")
     if selection.capacity is None and steps is None:
         raise SparsifyError(
-            f"{selection} needs room for every entry that it may select; pass steps= (optimizer steps, not batches), "
-            "or Repeat(capacity=...)."
+            f"{selection} needs room for every entry that it may select; pass steps=, or Repeat(capacity=...)."
         )
     capacity = min(sum(candidates.values()), selection.capacity or budget * (steps or 0))
     if capacity < budget:

@@ -26,8 +26,7 @@ def calibrate(
     """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples."""
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(
-            f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as a "
-            "DataLoader or [batch]."
+            f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as [batch]."
         )
     number = importance.num_samples if isinstance(importance, Fisher) else None
     with torch.enable_grad(), _summing(model, parameters, squared=number is not None) as totals:
@@ -45,8 +44,7 @@ def calibrate(
                 (loss_fn or _loss_of_model)(model, batch).backward()
     if not any(total.any() for total in totals):
         raise SparsifyError(
-            "the calibration gave no candidate a gradient; expected batches that the model makes a loss of, "
-            "or a function of the model that calls backward()."
+            "the calibration gave no candidate a gradient; expected batches with labels, or a function to run backward."
         )
     return totals
 
@@ -70,8 +68,7 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
         raise SparsifyError(
-            f"{type(model).__name__} made no loss of a calibration batch with {', '.join(map(str, batch))}; "
-            "put labels into it, or pass loss_fn=."
+            f"the model made no loss of a batch with {', '.join(map(str, batch))}; put labels in, or pass loss_fn=."
         )
     return loss
 

@@ -153,8 +153,7 @@ class Strategy:
             )
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
             raise SparsifyError(
-                f"{self.importance} with {self.selection} would keep the smallest weights and remove the large ones; "
-                "magnitude pruning is Magnitude(largest=True)."
+                f"{self.importance} with {self.selection} would remove the large weights; take Magnitude(largest=True)."
             )
 
     @property

@@ -173,9 +173,8 @@ def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
         if start < furthest[0] and not trained.isdisjoint(pair):
             first, other = pair if pair[0] in trained else pair[::-1]
             raise SparsifyError(
-                f"`{first}` shares its memory with `{other}`, which is a parameter of its own, so that each would "
-                "overwrite the trained entries of the other; untie them, or make them one parameter (PEFT ties "
-                "adapters so with ensure_weight_tying=True)."
+                f"`{first}` shares its memory with `{other}`, and each would overwrite the other's entries; "
+                "untie them, or make them one parameter (PEFT ties adapters so with ensure_weight_tying=True)."
             )
         furthest = max(furthest, (end, name))
 

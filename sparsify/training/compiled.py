@@ -27,8 +27,8 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.small import is_small
 
 NOT_EXPORTED = (
-    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export): it trains by "
-    "autograd functions of its own. Export the plain model, with the trained weights in place: desparsify(model)."
+    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export). Export the "
+    "plain model, with the trained weights in place: desparsify(model)."
 )
 
 

@@ -317,8 +317,7 @@ class Engine(TrainingStep):
         """Counts a step of an optimizer that is none of ``torch.optim``; raises where the hook has counted it."""
         if self._counted_by_hook and not self.passes:
             raise SparsifyError(
-                "this optimizer step was counted already: the optimizer is one of torch.optim's, or derives from it, "
-                "and tells of its steps by itself; leave optimizer_stepped(model) out."
+                "this step was counted already, by torch.optim's own hook; leave optimizer_stepped(model) out."
             )
         check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
@@ -340,9 +339,9 @@ class Engine(TrainingStep):
         check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
             raise SparsifyError(
-                "the entries of this model were written to, and make no sense any more. They can be copied, but not "
-                "averaged: use AveragedModel with use_buffers=False; in an EMA of your own average parameters(), and "
-                "copy_() the buffers(). Nor cast: model.type() casts them, model.to() does not."
+                "the entries were written to, and make no sense any more. Not to be averaged: use AveragedModel with "
+                "use_buffers=False; in an EMA of your own average parameters(), and copy_() the buffers(). Nor cast: "
+                "model.type() casts them, model.to() does not."
             )
         self.state_loaded()
 

@@ -36,10 +36,10 @@ from sparsify.training.new_parameters import find_resized
 from sparsify.training.weights import check_trained
 
 UNKNOWN_VALUES = (
-    "`sparse_values` has values for entries that this model does not know. The parameters of another sparsified model "
-    "were copied or averaged into it, and its buffers were not: copy these too, as "
-    "torch.optim.swa_utils.AveragedModel does: for own, other in zip(ema.buffers(), model.buffers()): "
-    "own.copy_(other). Or noise was added to all of its gradient: add it to the first unmasked numbers alone."
+    "`sparse_values` has values for entries that this model does not know. Parameters of another sparsified model were "
+    "copied or averaged into it, and its buffers were not: copy these too, as AveragedModel does: for own, other in "
+    "zip(ema.buffers(), model.buffers()): own.copy_(other). Or noise was added to all of its gradient: add it to the "
+    "first unmasked numbers alone."
 )
 AVERAGED_BASE = (
     "`sparse_base` was written to, and is no longer bit-equal to the base: an average of equal numbers is rounded. In "
@@ -92,17 +92,13 @@ class Exporter:
         """Exports the first ``budget`` entries in order of unmasking, by default all, and what is stored whole."""
         engine = self._engine
         if vars(engine.root).get(ENGINE) is not engine:
-            raise SparsifyError(
-                f"{self._call}: the model was desparsified since its publisher was made, so that nothing of it "
-                "changes any more. If it was sparsified again, make a new DeltaPublisher."
-            )
+            raise SparsifyError(f"{self._call}: the model was desparsified since; make a new DeltaPublisher.")
         prepare(engine, self._call)
         if budget is None:
             budget = engine.unmasked
         elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= engine.unmasked:
             raise SparsifyError(
-                f"budget={budget!r}; expected an int between 1 and the {engine.unmasked:,} entries unmasked so far, "
-                "or None for all of them."
+                f"budget={budget!r}; expected an int between 1 and the {engine.unmasked:,} entries unmasked so far."
             )
         parameters = dict(engine.root.named_parameters())
         there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
@@ -220,8 +216,7 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
         problems.append(
             f"{listed(trainable)} can train, but no delta holds them: they were added, replaced or made trainable "
             "after sparsify(), or are no part of the module that it was given. Do that first, give sparsify() the "
-            "whole model, and name what is to be trained whole in modules_to_save; freeze what is not trained "
-            "(requires_grad_(False))"
+            "whole model, and name what is to be trained whole in modules_to_save; freeze what is not trained"
         )
     if late:
         problems.append(f"{listed(late)} were resized after sparsify(), and no delta holds new rows: do that before")

@@ -29,7 +29,6 @@ from sparsify.training.weights import check_trained
 
 
 class _Step:
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
         self.counted: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # those that have counted it, or one within it
@@ -51,22 +50,20 @@ _GRADIENTS: weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], i
 
 STEPPED = "was to step after a backward pass of a sparsified model"
 DROPPED = (
-    "a gradient was dropped before an optimizer step (zero_grad()): the entries that its backward pass had unmasked "
-    "are masked again, and the next pass selects those of the step. To combine gradients of several passes yourself, "
-    "take them by torch.autograd.grad(loss, model.sparse_values), for one set of entries."
+    "a gradient was dropped before an optimizer step (zero_grad()): what its backward pass had unmasked is masked "
+    "again. To combine gradients of several passes, take them by torch.autograd.grad(loss, model.sparse_values)."
 )
 UNHELD = (
-    "{optimizer} {when}, and neither this optimizer nor any other holds `sparse_values`, the only parameter that "
-    "trains there; it holds weights that sparsify() has frozen, which get no gradient, or a flat delta that was "
-    "replaced since (load_state_dict(assign=True)). Make it after sparsify(), from all parameters that require grad: "
-    "{optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() comes before "
-    "prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
+    "{optimizer} {when}, and no optimizer holds `sparse_values`, the only parameter that trains there; it holds frozen "
+    "weights, which get no gradient, or a flat delta that was replaced since (load_state_dict(assign=True)). Make it "
+    "after sparsify(): {optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() "
+    "comes before prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
 FROZEN = (
     "`sparse_values` does not require grad: nothing that was sparsified trains. Something has frozen all parameters "
     "since sparsify(): get_peft_model() does, prepare_model_for_kbit_training(), and trainers that are given a "
-    "peft_config. Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other parts alone "
-    "for a while, let it require grad, and give the optimizer only them."
+    "peft_config. Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other "
+    "parts alone, give the optimizer only them."
 )
 
 
@@ -149,8 +146,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
         warnings.warn(
             f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
             f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under no_grad(), "
-            "as in reentrant checkpointing (pass use_reentrant=False), or their weight is read without their module "
-            "being called: please report that.",
+            "as in reentrant checkpointing (pass use_reentrant=False), or without a call of their module.",
             stacklevel=2,
         )
 

@@ -77,8 +77,7 @@ def check_model(model: Any) -> None:
             )
     if taken := [name for name in STATE if hasattr(model, name)]:
         raise SparsifyError(
-            f"the {type(model).__name__} has a `{taken[0]}` of its own, the name of something that would be added to "
-            "it; rename it, or sparsify the module within."
+            f"the model's own `{taken[0]}` has a name that sparsify() needs; rename it, or sparsify the module within."
         )
     for name, parameter in model.named_parameters():
         if is_shard(parameter):
@@ -87,8 +86,7 @@ def check_model(model: Any) -> None:
             )
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(
-                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, which keeps weights away between layers; "
-                "use ZeRO stage 0."
+                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, away between its uses; use ZeRO stage 0."
             )
 
 

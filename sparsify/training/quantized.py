@@ -41,9 +41,7 @@ def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
     quantized = [tensor for tensor in tensors if tensor.is_quantized]
     pruned = isinstance(strategy.selection, Prune)
     if quantized and (pruned or strategy.calibrates):
-        what = (
-            "cannot be pruned: zeros cannot be written into it" if pruned else "has no dense gradient to calibrate by"
-        )
+        what = "cannot be pruned" if pruned else "has no dense gradient to calibrate by"
         raise SparsifyError(
             f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; take another strategy, such as "
             "id3 or pafi, or leave quantized layers out with exclude_modules."
@@ -55,10 +53,9 @@ def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
     changed = [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]
     if changed:
         raise SparsifyError(
-            f"`{changed[0].name}` and {len(changed) - 1} more of the trained weights are quantized "
-            f"({changed[0].scheme}), and values cannot be written into a packed weight. Keep them with "
-            "SparseDelta.from_model(model), then call desparsify(model, dequantize=True), which makes ordinary linear "
-            "layers of them; or load the base afresh."
+            f"`{changed[0].name}` and {len(changed) - 1} more trained weights are quantized ({changed[0].scheme}), and "
+            "cannot be written into. Keep SparseDelta.from_model(model), then call desparsify(model, dequantize=True), "
+            "which makes ordinary linear layers of them; or load the base afresh."
         )
 
 

@@ -70,9 +70,8 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     if differing:
         raise SparsifyError(
             f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
-            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the "
-            "saved run, target_modules and modules_to_save among them; extend(model, ...) gives it a larger "
-            "budget or more steps afterwards."
+            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the saved run; "
+            "extend(model, ...) gives it a larger budget or more steps afterwards."
         )
     return saved
 
@@ -83,9 +82,8 @@ def extend(
     """Continues a run with a larger budget, or for more steps; see :func:`sparsify.extend`."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
-            f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. For "
-            "a larger budget start afresh, or on top of what was learned: SparseDelta.from_model(model).apply(base), "
-            "then sparsify(base, ...)."
+            f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. "
+            "Start afresh, or on what was learned: SparseDelta.from_model(model).apply(base), then sparsify(base, ...)."
         )
     if engine.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
@@ -106,8 +104,7 @@ def extend(
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
     if optimizer is not None and not holds(optimizer, engine.values):
         raise SparsifyError(
-            f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that trains it, or none and make a "
-            "new one afterwards."
+            f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that does, or make one afterwards."
         )
     if is_longer:
         _lengthen(engine, capacity, optimizer)

@@ -86,8 +86,7 @@ def remove_hooks(engine: Engine) -> None:
 def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
         raise SparsifyError(
-            "the sparsified model was replicated by nn.DataParallel, whose copies train nothing; "
-            "use one device (hide other GPUs with CUDA_VISIBLE_DEVICES)."
+            "the model was replicated by nn.DataParallel, whose copies train nothing; set CUDA_VISIBLE_DEVICES to one."
         )
     check_not_exported()
     engine: Engine = root.__dict__[ENGINE]
@@ -164,9 +163,8 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
         raise SparsifyError(
-            "the state dict was saved by an earlier version of sparsify, which kept entries by tensor; nothing was "
-            "loaded. Export the delta by that version (SparseDelta.from_model(model).save(path)), and go on from it: "
-            "SparseDelta.load(path).apply(base), then sparsify(base, ...)."
+            "the state dict was saved by an earlier version of sparsify; nothing was loaded. Export the delta by that "
+            "version, and go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...)."
         )
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:

@@ -51,14 +51,12 @@ class Verification:
         problems = [f"{len(names)} tensors {problem}: {listed(names)}" for names, problem in found if names]
         if self.unmasked != self.expected:
             problems.append(
-                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (entries without a "
-                "gradient wait for one)"
+                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (some have no gradient)"
             )
         if self.passes_without_step:
             problems.append(
                 f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted: the optimizer "
-                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model) after its "
-                "steps)"
+                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model))"
             )
         problems += [self.unheld] if self.unheld else []
         return "; ".join(problems) or (

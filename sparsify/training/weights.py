@@ -34,9 +34,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Digests = dict[str, tuple[torch.dtype, str]]  # of the base's weights, by name
 
 OFFLOADED = (
-    "`{name}` is on the meta device: it was offloaded after sparsify(), as accelerate's cpu_offload(), disk_offload() "
-    "and dispatch_model() do, and its trained values would be lost. Take that back "
-    "(accelerate.hooks.remove_hook_from_submodules(model)); offload before sparsify(), and only what is not trained."
+    "`{name}` is on the meta device: it was offloaded after sparsify(), and its trained values would be lost. Take "
+    "that back (accelerate.hooks.remove_hook_from_submodules(model)); offload before, and only what is not trained."
 )
 REPLACED = (
     "`{name}` was replaced after sparsify() by another tensor, which is in no delta: put new values into it in place "
@@ -212,15 +211,14 @@ class EffectiveWeights:
             values[slots] = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
         if plain and not self._entries.count:
             warnings.warn(
-                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are "
-                "its base now. To go on with an earlier run, load its whole state_dict(), buffers included; the "
-                "checkpoints of the Hugging Face Trainer have them where it was given SparsifyCallback.",
+                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are its "
+                "base now. To go on with a run, load its whole state_dict(), which SparsifyCallback has Trainers save.",
                 stacklevel=5,
             )
         if others:
             warnings.warn(
-                f"other pretrained weights were loaded into {listed(others)}: they are the base there now, from which "
-                "the entries, which stay the same ones, start again. Load pretrained weights before sparsify().",
+                f"other pretrained weights were loaded into {listed(others)}: they are the base there now, where the "
+                "same entries start again. Load pretrained weights before sparsify().",
                 stacklevel=5,
             )
         self.write(but=plain)
