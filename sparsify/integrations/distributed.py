@@ -6,7 +6,7 @@ from torch import nn
 
 from sparsify.api import get_engine
 from sparsify.common.ranks import num_ranks
-from sparsify.training.rank_checks import check_ranks_alike
+from sparsify.training.distributed import check_ranks_alike
 
 
 def check_ranks(model: nn.Module) -> None:

@@ -68,9 +68,6 @@ def serial() -> int:
     return next(_SERIALS)
 
 
-# -------------------------------------------------------------------------------- operators
-
-
 def _operator(schema: str, fake: Callable[..., Tensor]) -> Any:
     """Defines an operator that runs the decorated function; ``fake`` gives its output's shape to the compiler."""
 

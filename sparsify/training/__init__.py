@@ -7,5 +7,5 @@ optimizer_steps      steps that have begun; optimizers made in the wrong order
 state, settings      state dicts, and what they are compared by
 export               the way out: a delta, or a stream of versions
 summary
-compiled, quantized, sharding, rank_checks, new_parameters
+compiled, quantized, distributed, new_parameters
 """

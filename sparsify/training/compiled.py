@@ -54,8 +54,6 @@ class CompiledGraphs:
     def __getstate__(self) -> dict[str, Any]:
         return CompiledGraphs(self._step).__dict__  # a copy of the model starts with no open graph
 
-    # -------------------------------------------------------------------------------- while a graph is compiled
-
     def linear(self, module: Any, x: Tensor, transposed: bool) -> Tensor:
         """Computes a masked linear layer."""
         weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
@@ -110,8 +108,6 @@ class CompiledGraphs:
     def leave(self) -> None:
         """The root's forward has ended."""
         self._entry = None
-
-    # -------------------------------------------------------------------------------- while a graph runs
 
     def count_use(self, tensor: ModelTensor) -> None:
         """Counts a use as its graph runs forward; a part that runs again inside a backward pass is checkpointing's."""

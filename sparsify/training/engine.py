@@ -35,10 +35,9 @@ from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
+from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.plan import Plan
-from sparsify.training.rank_checks import agree, check_ranks_alike
-from sparsify.training.sharding import read_base
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
 
 OVERLAPPING = (

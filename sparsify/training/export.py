@@ -186,9 +186,6 @@ def is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
     return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
 
 
-# ------------------------------------------------------------------------------------ what an export relies on
-
-
 def prepare(engine: Engine, call: str) -> None:
     """Brings the trained weights in place for ``call``; raises where the flat delta makes no sense."""
     check_trained(engine, call)

@@ -164,12 +164,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
             _GRADIENTS.pop(step, None)
-        if id(values) in held or not step.passes:
-            continue
-        replaced = (known() for known in _KNOWN.get(step, [])[:-1])
-        frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
-        if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
-            raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
+        elif step.passes:
+            replaced = (known() for known in _KNOWN.get(step, [])[:-1])
+            frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
+            if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
+                raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if [step for step in steps if id(step.entries.values) in held]:
         _OPTIMIZERS.add(optimizer)
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))

@@ -34,13 +34,13 @@ from sparsify.core.module import masked_tensors
 from sparsify.delta.format import replace_file
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.compiled import check_not_exported
+from sparsify.training.distributed import check_sharding
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, check_settings, record_settings
-from sparsify.training.sharding import check_sharding
 from sparsify.training.weights import check_trained
 
 OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
@@ -62,7 +62,7 @@ def place_hooks(engine: Engine) -> None:
     ]
     parts = [part for part in root.modules() if part is not root and {"save", "save_pretrained"} & set(dir(type(part)))]
     engine.hooks += [part.register_state_dict_pre_hook(_before_part_state_dict) for part in parts]
-    # rank_checks.py compares these; they grow, and in a broadcast that would go unnoticed
+    # distributed.py compares these; they grow, and in a broadcast that would go unnoticed
     setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, SETTINGS])
     if hasattr(root, IGNORED_ON_SAVE) and not isinstance(getattr(type(root), IGNORED_ON_SAVE, None), property):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))

@@ -27,8 +27,8 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
 from sparsify.masked.tensor import ModelTensor
+from sparsify.training.distributed import check_root
 from sparsify.training.entries import ModelEntries
-from sparsify.training.sharding import check_root
 
 Model = TypeVar("Model", bound=nn.Module)
 Digests = dict[str, tuple[torch.dtype, str]]  # of the base's weights, by name
