@@ -157,9 +157,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
     """
     engine = get_engine(model)
     if engine.sharded:
-        raise SparsifyError(
-            "a sharded model cannot be turned back; apply SparseDelta.from_model(model) to a base that is not sharded."
-        )
+        raise SparsifyError("a sharded model cannot be turned back; apply its SparseDelta to a plain base.")
     engine.refresh()
     if not dequantize:
         check_unchanged(engine.tensors)
@@ -352,10 +350,6 @@ def _check_calibration(strategy: str | Strategy, calibration: Calibration | None
     if isinstance(strategy, Strategy):
         calibrates, shown = strategy.calibrates, f"{strategy.importance} with {strategy.selection}"
     if not calibrates and (calibration is not None or loss_fn is not None):
-        raise SparsifyError(
-            f"calibration= and loss_fn= are not used by {shown}; a gradient importance with Static() or Prune() does."
-        )
+        raise SparsifyError(f"calibration= and loss_fn= are not used by {shown}; leave them out.")
     if calibrates and calibration is None:
-        raise SparsifyError(
-            f"{shown} chooses by gradients before training; pass calibration=, batches or a function to run backward."
-        )
+        raise SparsifyError(f"{shown} chooses by gradients before training; pass calibration=, batches or a function.")

@@ -49,6 +49,4 @@ class MaskedLinearFP4(MaskedLinear4bit, LinearFP4):
     plain_class = LinearFP4
 
 
-MASKED = {
-    masked.plain_class: masked for masked in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)
-}
+MASKED = {kind.plain_class: kind for kind in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)}

@@ -60,9 +60,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
     if is_lazy(parameter):
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif parameter.is_meta:
-        problem = (
-            "is on the meta device (offloaded, or not yet loaded); load its weights onto a device before sparsify()"
-        )
+        problem = "is on the meta device (offloaded, or not yet loaded); load it onto a device before sparsify()"
     elif parameter.is_complex():
         problem = f"({kind}) holds complex numbers, and deltas are real"
     elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -33,9 +33,7 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
             )
         budget = int(budget * available)
     if not 1 <= budget <= available:
-        raise SparsifyError(
-            f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates, which require grad."
-        )
+        raise SparsifyError(f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates.")
     return int(budget)
 
 
@@ -65,9 +63,7 @@ def resolve_capacity(
     if schedule != Schedule():
         raise SparsifyError(f"{selection} takes no schedule: each step selects the whole budget; leave schedule= out.")
     if selection.capacity is None and steps is None:
-        raise SparsifyError(
-            f"{selection} needs room for every entry that it may select; pass steps=, or Repeat(capacity=...)."
-        )
+        raise SparsifyError(f"{selection} needs room for all that it may select; pass steps=, or Repeat(capacity=...).")
     capacity = min(sum(candidates.values()), selection.capacity or budget * (steps or 0))
     if capacity < budget:
         raise SparsifyError(f"{selection} has less room than the budget of {budget:,} entries; raise its capacity.")

@@ -25,9 +25,7 @@ def calibrate(
 ) -> list[Tensor]:  # fmt: skip
     """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples."""
     if isinstance(calibration, (Mapping, str)):
-        raise SparsifyError(
-            f"calibration= is a single {type(calibration).__name__}; expected an iterable of batches, such as [batch]."
-        )
+        raise SparsifyError(f"calibration= is a single {type(calibration).__name__}; expected several, as in [batch].")
     number = importance.num_samples if isinstance(importance, Fisher) else None
     with torch.enable_grad(), _summing(model, parameters, squared=number is not None) as totals:
         if callable(calibration):
@@ -43,17 +41,13 @@ def calibrate(
                     batch = {**batch, **{key: value.to(devices[0]) for key, value in away.items()}}
                 (loss_fn or _loss_of_model)(model, batch).backward()
     if not any(total.any() for total in totals):
-        raise SparsifyError(
-            "the calibration gave no candidate a gradient; expected batches with labels, or a function to run backward."
-        )
+        raise SparsifyError("the calibration gave no candidate a gradient; pass labels, or what calls backward().")
     return totals
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(batch, Mapping):
-        raise SparsifyError(
-            f"a calibration batch is a {type(batch).__name__}; expected a dict for model(**batch), or pass loss_fn=."
-        )
+        raise SparsifyError(f"a calibration batch is a {type(batch).__name__}; expected a dict, or loss_fn=.")
     try:
         output = model(**batch)
     except Exception as error:
@@ -67,9 +61,7 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
         ) from error
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
-        raise SparsifyError(
-            f"the model made no loss of a batch with {', '.join(map(str, batch))}; put labels in, or pass loss_fn=."
-        )
+        raise SparsifyError(f"the model made no loss of a batch with {[*batch]}; put labels into it, or pass loss_fn=.")
     return loss
 
 

@@ -54,9 +54,7 @@ def find_targets(
     PEFT model, whose base is frozen. The patterns are those of :func:`match_modules`.
     """
     if isinstance(modules_to_save, str):
-        raise SparsifyError(
-            f"modules_to_save={modules_to_save!r}; expected a list of module names, such as [{modules_to_save!r}]."
-        )
+        raise SparsifyError(f"modules_to_save={modules_to_save!r}; expected a list, as in [{modules_to_save!r}].")
     modules = dict(model.named_modules())
     to_save = _with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
     excluded = _with_children(match_modules(model, exclude_modules, "exclude_modules"), modules)

@@ -315,9 +315,7 @@ class Engine(TrainingStep):
     def count_step(self) -> None:
         """Counts a step of an optimizer that is none of ``torch.optim``; raises where the hook has counted it."""
         if self._counted_by_hook and not self.passes:
-            raise SparsifyError(
-                "this step was counted already, by torch.optim's own hook; leave optimizer_stepped(model) out."
-            )
+            raise SparsifyError("this step was counted already, by torch.optim; leave optimizer_stepped(model) out.")
         check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
 

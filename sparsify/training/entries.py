@@ -132,9 +132,7 @@ class ModelEntries(Entries):
         if ids.dim() != 1 or ids.shape != base.shape or not 0 <= count <= ids.numel():
             return f"`{IDS}` {tuple(ids.shape)}, `{BASE}` {tuple(base.shape)} and {count:,} entries do not agree."
         if count > room:
-            return (
-                f"there are more than {room:,} unmasked entries; sparsify with the budget of the model that was saved."
-            )
+            return f"there are more than {room:,} unmasked entries; sparsify with the budget of the saved model."
         ids = ids[:count].long()
         if int(checksum(ids, 0)) != int(position[3]):
             return f"`{IDS}` are not those that were saved: they were damaged, or averaged; load another state dict."

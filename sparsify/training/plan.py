@@ -72,22 +72,14 @@ def check_model(model: Any) -> None:
         )
     for name, module in model.named_modules():
         if ENGINE in vars(module) or masked_tensors(module):
-            raise SparsifyError(
-                f"`{name or '(root)'}` is already sparsified; call desparsify(model) first to start afresh."
-            )
+            raise SparsifyError(f"`{name or '(root)'}` is already sparsified; call desparsify(model) first.")
     if taken := [name for name in STATE if hasattr(model, name)]:
-        raise SparsifyError(
-            f"the model's own `{taken[0]}` has a name that sparsify() needs; rename it, or sparsify the module within."
-        )
+        raise SparsifyError(f"the model's own `{taken[0]}` is in the way; rename it, or sparsify the module within.")
     for name, parameter in model.named_parameters():
         if is_shard(parameter):
-            raise SparsifyError(
-                f"`{name}` is sharded over ranks already; call sparsify() on the plain model, and fully_shard() later."
-            )
+            raise SparsifyError(f"`{name}` is sharded; call sparsify() on the plain model, and fully_shard() later.")
         if hasattr(parameter, "ds_id"):
-            raise SparsifyError(
-                f"`{name}` is partitioned by DeepSpeed ZeRO stage 3, away between its uses; use ZeRO stage 0."
-            )
+            raise SparsifyError(f"`{name}` is partitioned by DeepSpeed ZeRO stage 3; use ZeRO stage 0.")
 
 
 def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:

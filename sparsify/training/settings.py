@@ -70,8 +70,8 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     if differing:
         raise SparsifyError(
             f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
-            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the saved run; "
-            "extend(model, ...) gives it a larger budget or more steps afterwards."
+            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the saved run, "
+            "target_modules and modules_to_save among them; extend(model, ...) gives more budget or steps afterwards."
         )
     return saved
 
@@ -103,9 +103,7 @@ def extend(
     if engine.sharded and is_longer:
         raise SparsifyError("extend() of a model that fully_shard() has sharded; call it before fully_shard().")
     if optimizer is not None and not holds(optimizer, engine.values):
-        raise SparsifyError(
-            f"extend() got an optimizer that does not hold `{VALUES}`; pass the one that does, or make one afterwards."
-        )
+        raise SparsifyError(f"extend(): the optimizer does not hold `{VALUES}`; pass the one that does, or none.")
     if is_longer:
         _lengthen(engine, capacity, optimizer)
     engine.policy.budget, engine.steps, engine.extended_at = new_budget, new_steps, engine.unmasked
@@ -141,9 +139,7 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
         saved = None
     numbers = [saved.get(name) for name in ("budget", "steps", EXTENDED)] if isinstance(saved, dict) else [False]
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
-        raise SparsifyError(
-            f"`{SETTINGS}` of the state dict is damaged: it does not hold the settings of a run. Nothing was loaded."
-        )
+        raise SparsifyError(f"`{SETTINGS}` of the state dict is damaged; nothing was loaded. Load what was saved.")
     return dict(saved)
 
 

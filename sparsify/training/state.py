@@ -85,9 +85,7 @@ def remove_hooks(engine: Engine) -> None:
 
 def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
-        raise SparsifyError(
-            "the model was replicated by nn.DataParallel, whose copies train nothing; set CUDA_VISIBLE_DEVICES to one."
-        )
+        raise SparsifyError("replicated by nn.DataParallel, the model trains nothing; set CUDA_VISIBLE_DEVICES to one.")
     check_not_exported()
     engine: Engine = root.__dict__[ENGINE]
     if engine.sharded and not engine.was_sharded:

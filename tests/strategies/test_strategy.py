@@ -85,7 +85,7 @@ def test_a_registered_importance_survives_json_under_its_name():
         (D3, Increment(), r"importance=<class .*expected an object such as D3\(\)"),
         (D3(), Increment, r"selection=<class .*expected an object such as Increment\(\)"),
         (D3(), "increment", r"selection='increment'; expected an object such as Increment\(\)"),
-        (Magnitude(), Prune(), r"remove the large ones; magnitude pruning is Magnitude\(largest=True\)"),
+        (Magnitude(), Prune(), r"remove the large weights; take Magnitude\(largest=True\)"),
     ],
     ids=str,
 )
