@@ -346,10 +346,10 @@ def _freeze_others(budget: int | float | None, targets: Targets) -> None:
 
 
 def _check_calibration(strategy: str | Strategy, calibration: Calibration | None, loss_fn: LossFunction | None) -> None:
-    calibrates, shown = False, f"strategy {strategy!r}"
-    if isinstance(strategy, Strategy):
-        calibrates, shown = strategy.calibrates, f"{strategy.importance} with {strategy.selection}"
+    calibrates = isinstance(strategy, Strategy) and strategy.calibrates
     if not calibrates and (calibration is not None or loss_fn is not None):
-        raise SparsifyError(f"calibration= and loss_fn= are not used by {shown}; leave them out.")
+        raise SparsifyError(f"calibration= and loss_fn= are not used by {strategy!r}; leave them out.")
     if calibrates and calibration is None:
-        raise SparsifyError(f"{shown} chooses by gradients before training; pass calibration=, batches or a function.")
+        raise SparsifyError(
+            f"{strategy!r} chooses by gradients before training; pass calibration=, batches or a function."
+        )

@@ -40,7 +40,6 @@ def compute(kind: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gradient(kind: str, x: Any, grad_y: Tensor, shape: torch.Size) -> Gradient:
-    """Computes the gradient of its weight."""
     if kind == "tap":
         return tap_gradient(grad_y)
     if kind == "embedding":
@@ -64,7 +63,6 @@ def untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def serial() -> int:
-    """Makes the number of a use in a graph."""
     return next(_SERIALS)
 
 

@@ -123,7 +123,6 @@ def _quantized_problem(module: nn.Module, attribute: str) -> str | None:
 
 
 def _quantized_class(module: nn.Module) -> type[MaskedModule] | None:
-    """Returns the masked form of exactly this class, with a quantized weight; ``None`` where there is none."""
     if type(module) is nn.Linear:
         return MaskedPackedLinear
     if type(module).__module__.partition(".")[0] == "bitsandbytes":

@@ -92,5 +92,4 @@ class SmallGradients:
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Each number as often as its count says, on a device."""
     return upload(numbers, device).repeat_interleave(upload(counts, device), output_size=sum(counts))

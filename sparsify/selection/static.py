@@ -160,8 +160,7 @@ def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], b
         tensor, problem = by_name.get(plain_name(name)), None
         if tensor is None:
             raise SparsifyError(
-                f"the given set has entries of `{name}`, which is no candidate of this model; "
-                f"expected names such as `{next(iter(by_name))}`."
+                f"the given set has `{name}`, which is no candidate of this model, as `{next(iter(by_name))}` is."
             )
         entries = torch.as_tensor(given).detach().cpu()
         if entries.dtype == torch.bool and entries.shape == tensor.shape:

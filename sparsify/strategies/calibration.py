@@ -69,8 +69,7 @@ def _examples(batch: Any) -> list[Any]:
     """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
         raise SparsifyError(
-            f"a calibration batch is a {type(batch).__name__}; expected a dict of tensors, to be cut into single "
-            "examples, or a function of the model that runs backward for each of them."
+            f"a calibration batch is a {type(batch).__name__}; expected a dict of tensors, or a function."
         )
     size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
     cut = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == size]

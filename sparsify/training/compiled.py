@@ -55,7 +55,6 @@ class CompiledGraphs:
         return CompiledGraphs(self._step).__dict__  # a copy of the model starts with no open graph
 
     def linear(self, module: Any, x: Tensor, transposed: bool) -> Tensor:
-        """Computes a masked linear layer."""
         weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
         dtype, tensors = autocast_dtype(x), masked_tensors(module)
         if dtype is not None:
@@ -65,11 +64,9 @@ class CompiledGraphs:
             return self._use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
 
     def embedding(self, module: Any, ids: Tensor) -> Tensor:
-        """Computes a masked embedding."""
         return self._use("embedding", ids, _frozen(module, "weight"), None, masked_tensors(module).get("weight"), None)
 
     def tap(self, tensor: ModelTensor, parameter: Tensor) -> Tensor:
-        """Returns the tap of a masked parameter."""
         return self._use("tap", None, parameter.detach(), None, tensor, None)
 
     def _use(self, kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
@@ -106,7 +103,6 @@ class CompiledGraphs:
         return root.output, tensor.handle
 
     def leave(self) -> None:
-        """The root's forward has ended."""
         self._entry = None
 
     def count_use(self, tensor: ModelTensor) -> None:
@@ -134,7 +130,6 @@ class CompiledGraphs:
         self._step.collect(tensor, own)
 
     def pass_done(self) -> None:
-        """A backward pass has ended."""
         self._recomputed.clear()
 
     def step_done(self) -> None:

@@ -321,7 +321,7 @@ class Engine(TrainingStep):
 
     def catch_up(self, *, by_value: bool = False) -> None:
         """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
-        if self.values.is_meta:
+        if self.entries.values.is_meta:
             raise SparsifyError(OFFLOADED.format(name=VALUES))
         if optimizer_steps.has_uncounted_step(self):
             if self.weights.are_in_step:
@@ -336,9 +336,8 @@ class Engine(TrainingStep):
         check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
             raise SparsifyError(
-                "the entries were written to, and make no sense any more. Not to be averaged: use AveragedModel with "
-                "use_buffers=False; in an EMA of your own average parameters(), and copy_() the buffers(). Nor cast: "
-                "model.type() casts them, model.to() does not."
+                "the entries were written to, and make no sense any more. Do not average them (use_buffers=False; in "
+                "an EMA of your own copy_() the buffers()). Nor cast: model.type() casts them, model.to() does not."
             )
         self.state_loaded()
 
@@ -349,11 +348,11 @@ class Engine(TrainingStep):
         self.weights.refresh()
         if self.weights.writes > writes:  # what has moved the flat delta may have written into the buffers, too
             self.catch_up(by_value=True)
-        self.streams.use(self.values.device)
+        self.streams.use(self.entries.values.device)
 
     def _mask_dropped(self) -> None:
         """Masks again what the step in progress has unmasked, if the gradient was dropped."""
-        if not self.paused and not self._passes and self._has_dropped():
+        if self.selected and not self.paused and not self._passes and self._has_dropped():
             warnings.warn(optimizer_steps.DROPPED, stacklevel=4)
             with uninterrupted():
                 self.entries.truncate(self._selected_from)

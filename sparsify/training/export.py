@@ -36,10 +36,9 @@ from sparsify.training.new_parameters import find_resized
 from sparsify.training.weights import check_trained
 
 UNKNOWN_VALUES = (
-    "`sparse_values` has values for entries that this model does not know. Parameters of another sparsified model were "
-    "copied or averaged into it, and its buffers were not: copy these too, as AveragedModel does: for own, other in "
-    "zip(ema.buffers(), model.buffers()): own.copy_(other). Or noise was added to all of its gradient: add it to the "
-    "first unmasked numbers alone."
+    "`sparse_values` has values for entries that this model does not know. It was copied or averaged from another "
+    "model, whose buffers were not: for own, other in zip(ema.buffers(), model.buffers()): own.copy_(other). Or noise "
+    "was added to all of its gradient: add it to the first unmasked numbers alone."
 )
 AVERAGED_BASE = (
     "`sparse_base` was written to, and is no longer bit-equal to the base: an average of equal numbers is rounded. In "
@@ -69,7 +68,6 @@ class DeltaSource:
         return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config
 
     def warn_of_unheld(self) -> None:
-        """Warns of parameters of the model that train and are in no delta."""
         warn_of_unheld(self._engine, self._engine.root, stacklevel=6)
 
     def exporter(self, model: nn.Module) -> Exporter:
@@ -223,7 +221,6 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
 
 
 def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
-    """Warns of parameters that train and are in no delta."""
     if unheld := find_unheld(engine, model):
         warnings.warn(f"{unheld}.", stacklevel=stacklevel)
 

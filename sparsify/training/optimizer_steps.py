@@ -60,15 +60,13 @@ UNHELD = (
     "comes before prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
 FROZEN = (
-    "`sparse_values` does not require grad: nothing that was sparsified trains. Something has frozen all parameters "
-    "since sparsify(): get_peft_model() does, prepare_model_for_kbit_training(), and trainers that are given a "
-    "peft_config. Call sparsify() after these, or model.sparse_values.requires_grad_(True). To train other "
-    "parts alone, give the optimizer only them."
+    "`sparse_values` does not require grad: all parameters were frozen after sparsify(), as by get_peft_model(), "
+    "prepare_model_for_kbit_training(), and trainers that are given a peft_config. Call sparsify() after these, or "
+    "model.sparse_values.requires_grad_(True). To train other parts alone, give the optimizer only them."
 )
 
 
 def watch() -> None:
-    """Watches all optimizer steps from now on."""
     if not _HOOKS:
         _HOOKS.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
 
@@ -98,7 +96,6 @@ def was_dropped(step: TrainingStep, writes: int) -> bool:
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether an optimizer trains a parameter."""
     return any(held is parameter for held in parameters_of(optimizer))
 
 
@@ -118,11 +115,8 @@ def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
 
 def has_uncounted_step(step: TrainingStep) -> bool:
     """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
-    for each in _STEPS.begun:
-        optimizer = None if each.has_closure or step in each.counted else each.optimizer()
-        if optimizer is not None and holds(optimizer, step.entries.values):
-            return True
-    return False
+    uncounted = [each.optimizer() for each in _STEPS.begun if not each.has_closure and step not in each.counted]
+    return any(optimizer is not None and holds(optimizer, step.entries.values) for optimizer in uncounted)
 
 
 def forget_uncounted_steps(step: TrainingStep) -> None:

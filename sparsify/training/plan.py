@@ -58,7 +58,6 @@ def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:
 
 
 def check_model(model: Any) -> None:
-    """Raises where a model cannot be sparsified as it is."""
     if not isinstance(model, nn.Module):
         raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):

@@ -107,7 +107,7 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
 
 def _was_frozen(engine: Engine) -> bool:
     """Whether only parameters that are in no delta train, as after get_peft_model(); with none it is on purpose."""
-    if engine.values.requires_grad or engine.paused:
+    if engine.entries.values.requires_grad or engine.paused:
         return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
     return any(
@@ -127,13 +127,8 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
     record_settings(engine)
-    if STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not engine.paused:  # the base alone
-        _notice_of_merged()
-
-
-def _notice_of_merged() -> None:
-    """Says what transformers' ``save_pretrained`` writes, where that has asked for the state dict."""
-    for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe(1)), 10), start=3):
+    writes_merged = STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not engine.paused
+    for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe()), 10 if writes_merged else 0), start=2):
         if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].startswith("transformers."):
             what = "the merged model, base and trained entries in one, and no delta"
             remedy = "SparseDelta.from_model(model).save(folder) writes that, a small file."

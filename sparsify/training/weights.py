@@ -138,7 +138,7 @@ class EffectiveWeights:
         """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
         if self.step.paused:
             return
-        if self._may_write_again():
+        if self._addresses is not None and self._may_write_again():
             self._scatter(seen=False)
         elif not self.are_in_step:
             self.write()
@@ -156,7 +156,6 @@ class EffectiveWeights:
         written, values = self._written, self._entries.values.detach()
         return (
             written is not None
-            and self._addresses is not None
             and (written.device, written.dtype, self._version) == (values.device, values.dtype, values._version)
             and self._addresses == self._addresses_now()
         )

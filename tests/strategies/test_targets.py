@@ -157,7 +157,7 @@ def test_a_layer_reachable_under_two_names_is_found_by_either(alias):
         ({"target_modules": "blocks.0.que"}, r"'blocks\.0\.que' matches no module .*Near names: query"),
         ({"target_modules": "zzz"}, "'zzz' matches no module .*Modules here: 0, 1, blocks, embed"),
         ({"target_modules": "(query"}, r"target_modules='\(query' is not a regular expression: missing \)"),
-        ({"modules_to_save": "head"}, "modules_to_save='head'; expected a list of module names"),
+        ({"modules_to_save": "head"}, "modules_to_save='head'; expected a list, as in"),
         (
             {"exclude_modules": "query"},
             r"exclude_modules='query' matches no module: a string is a regular expression for the whole name\. "
