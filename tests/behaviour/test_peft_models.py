@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "constrained OFT": (
         *on("bert", "OFTConfig", oft_block_size=4, coft=True),
-        r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* with coft=False it does not",
+        r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* coft=False does not",
     ),
     "OSF": (
         *on("bert", "OSFConfig"),
