@@ -83,7 +83,7 @@ def test_the_text_says_it_all():
     work = Work(screened=84_312, dense=600_123, skipped=84_934_656)
     found = a_summary(num_dense=1500, budget=2000, unmasked=500, num_candidates=40_000, last_work=work)
     assert str(found).splitlines() == [
-        "strategy           id3 (D3(exp=2, eps=1), Increment(select='first'))",
+        "strategy           id3 (D3(exp=2, eps=1), Increment())",
         "step               3 of 5",
         "budget             2,000 of 40,000 candidates (5.0000%)",
         "unmasked           500 (25.0% of the budget)",
