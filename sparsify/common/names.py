@@ -18,8 +18,7 @@ RECORD = "delta"  # of the settings: what a checkpoint's delta needs besides the
 _WRAPPERS = (("_orig_mod",), ("module",), ("base_model", "model"), ("0", "model"), ("0", "auto_model"))
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever a module was compiled, so also in the middle of a name
 _PREFIXES = re.compile(r"^(?:module\.|base_model\.model\.|0\.(?:auto_)?model\.)+")
-_PEFT_LAYERS = ("base_layer", "token_adapter")  # attributes of PEFT's layers that hold, or lead to, the base's
-_AROUND = re.compile(r"\.(?:base_layer|token_adapter|modules_to_save\.[^.]+)(?=\.)")  # PEFT's
+_AROUND = re.compile(r"\.(?:base_layer|token_adapter|modules_to_save\.[^.]+)(?=\.)")  # PEFT's wrappers of a layer
 MAX_NAME_CHARACTERS = 1000
 # control characters, line separators, marks that turn the direction of writing, halves of surrogate pairs
 _NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -71,18 +70,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         name = plain_name(full_name)
         first_name, first = found.setdefault(name, (full_name, tensor))
         if first is not tensor:
-            raise SparsifyError(
-                f"`{first_name}` and `{full_name}` are different tensors, but both are `{name}` without prefixes of "
-                "wrappers, so a delta cannot tell them apart: rename the submodule that is called like a wrapper's."
-            )
+            both = f"`{first_name}` and `{full_name}` are different tensors, but both are `{name}` without prefixes of"
+            raise SparsifyError(f"{both} wrappers: rename the submodule that is called like a wrapper's.")
     return {name: tensor for name, (_, tensor) in found.items()}
-
-
-def base_names(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that PEFT has wrapped, or put layers into, by the names that they have without PEFT."""
-    wrapper: Any = next((module for module in model.modules() if hasattr(module, "get_base_model")), None)
-    inner = named_tensors(model if wrapper is None else wrapper.get_base_model())
-    return {".".join(part for part in name.split(".") if part not in _PEFT_LAYERS): inner[name] for name in inner}
 
 
 def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -123,16 +113,12 @@ def find_engine(model: nn.Module) -> Any:
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
     if len(engines) > 1:
         parts = ", ".join(f"`{name}`" for name in engines)
-        raise SparsifyError(
-            f"several parts of this {type(model).__name__} are sparsified, each by itself: {parts}; pass one of them."
-        )
+        raise SparsifyError(f"several parts of the model are sparsified, each by itself: {parts}; pass one of them.")
     return next(iter(engines.values()), None)
 
 
 def check_plain(model: nn.Module) -> None:
     """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
     if [module for module in model.modules() if ENGINE in vars(module)]:
-        raise SparsifyError(
-            "this model is sparsified: its weights belong to the training that goes on, which would overwrite or "
-            "learn on top of what is written into it. Call `desparsify(model)` first, or use another copy of the base."
-        )
+        owner = "this model is sparsified, and its weights belong to the training that goes on"
+        raise SparsifyError(f"{owner}. Call `desparsify(model)` first, or use another copy of the base.")

@@ -1,8 +1,6 @@
 """Task arithmetic: deltas put together, as expressions that are evaluated on their base.
 
-    0.5 * a + b - c                      ->   DeltaSum        --on(base)-->   a delta like any other
-    first.then(second)                   ->   DeltaSequence
-    merge_deltas([a, b], method="ties")  ->   DeltaMerge (ties.py)
+    0.5 * a + b - c, first.then(second), merge_deltas([a, b])  --on(base)-->  a delta like any other
 
 On a base, each term becomes a change, trained minus pretrained; changes are added over the union of the entries.
 """
@@ -175,7 +173,7 @@ class DeltaSum(Summable):
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         """The change (count,) float64 of one tensor's entries, and the new values in the dtype of ``base`` (count,)."""
         try:
-            changes = [factor * checked_change(name, part, target) for factor, part, _ in parts]
+            changes = [factor * change(name, part, target) for factor, part, _ in parts]
         except BaseMismatchError:
             with suppress(BaseMismatchError):  # the terms may be stages, each trained on the ones before it
                 if all(factor == 1 for factor, *_ in parts):
@@ -201,9 +199,9 @@ class DeltaSum(Summable):
                     problem = "changed at entries by one delta and stored whole by another: these two cannot be summed."
                     raise SparsifyError(f"tensor `{name}` is {problem}")
                 if factor > 0 and not same_values(dense.setdefault(name, tensor), tensor):
+                    problem = f"tensor `{name}` is stored whole by several deltas and differs in them"
                     remedy = "sum the entries alone: `(a + b).entries_only()`, `--entries-only` on the command line."
-                    problem = "stored whole by several deltas and differs in them"
-                    raise SparsifyError(f"tensor `{name}` is {problem}; {remedy}")
+                    raise SparsifyError(f"{problem}; {remedy}")
         return dense
 
     def _config(self) -> dict[str, Any]:
@@ -260,14 +258,10 @@ def finite(number: Any, verb: str) -> float:
     return float(number)
 
 
-def change(part: TensorDelta, base: Tensor) -> Tensor:
-    """Trained minus pretrained values, (count,) float64, of entries whose values in the base are (count,)."""
-    return part.values.double() - base.double() if part.kind == "replace" else part.values.double()
-
-
-def checked_change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
-    """The :func:`change` of entries of a tensor; raises where that is not their base."""
-    return change(part, plan_entries(name, part, target).old)
+def change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
+    """Trained minus pretrained values, (count,) float64, of a tensor's entries; raises where it is not their base."""
+    base, values = plan_entries(name, part, target).old, part.values.double()
+    return values - base.double() if part.kind == "replace" else values
 
 
 def _stages(name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from sparsify.common.raw_bits import same_values
 from sparsify.delta.algebra import change, find_base
 from sparsify.delta.checkpoint.reader import base_tensor
 from sparsify.delta.entries import Base
-from sparsify.delta.patch_plan import check_not_drawn, plan_entries, warn_of_casts
+from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 
@@ -75,7 +75,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         if bases is not None:
             target = base_tensor(name, bases)
             dtypes += [(name, part.dtype, target.dtype) for part in parts]
-            changes = (change(part, plan_entries(name, part, target).old) for part in parts)
+            changes = (change(name, part, target) for part in parts)
             left, right = (own[mask] for own, mask in zip(changes, at, strict=True))
             products += torch.stack([left @ right, left @ left, right @ right])
             opposed += int((left * right < 0).sum())

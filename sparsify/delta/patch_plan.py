@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import base_names, check_names, check_plain, named_tensors, near_names, plain_name
+from sparsify.common.names import base_name, check_names, check_plain, named_tensors, near_names, plain_name
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
@@ -80,14 +80,13 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     available = named_tensors(model)
     names, dense = list(names), set(dense)
     if any(plain_name(name) not in available for name in names):
-        available = base_names(model) | available
+        copied = [name for name in available if ".modules_to_save." in name]
+        available = {base_name(name): available[name] for name in available.keys() - copied} | available
     if missing := [name for name in names if plain_name(name) not in available]:
         owner, _, attribute = missing[0].rpartition(".")
         if f"{owner}.original_module.{attribute}" in available:
-            raise SparsifyError(
-                f"`{owner}` is in PEFT's modules_to_save, whose copy of it would go on without the delta: apply the "
-                "delta to the base first, and wrap it by PEFT then."
-            )
+            copy = f"`{owner}` is in PEFT's modules_to_save, whose copy of it would go on without the delta"
+            raise SparsifyError(f"{copy}: apply the delta to the base first, and wrap it by PEFT then.")
         raise BaseMismatchError(
             f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
             f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
@@ -100,10 +99,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
         # two parameters over one storage are one tensor, too; one without storage is only itself
         first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
         if first != name:
-            raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this model and two in the delta: load the base with these "
-                "weights untied, as it was in training."
-            )
+            one = f"`{first}` and `{name}` are one tensor in this model and two in the delta"
+            raise BaseMismatchError(f"{one}: load the base with these weights untied, as it was in training.")
     quantized = {name: tensor for name, tensor in targets.items() if name not in dense and is_quantized(tensor)}
     return targets | with_quantized_deltas(quantized, model) if quantized else targets
 
@@ -142,10 +139,8 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
     assert delta.initializer is not None
     values = delta.initializer.values(name, delta.shape, delta.dtype)
     if digest(values) != delta.base_sha256:
-        raise BaseMismatchError(
-            f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from: the "
-            "delta is damaged, or numpy draws other numbers; please report it."
-        )
+        other = "drawn from a seed, and what is drawn here is not what training started from"
+        raise BaseMismatchError(f"tensor `{name}` is {other}: the delta is damaged, or numpy draws other numbers.")
     if not values.isfinite().all():
         scale = delta.initializer.scale
         raise BaseMismatchError(f"tensor `{name}` is drawn with a scale of {scale}, beyond its {delta.dtype}.")
@@ -156,20 +151,18 @@ def new_values(
     name: str, delta: TensorDelta, old: Tensor, place: str = "the model", *, is_quantized: bool = False
 ) -> Tensor:
     """The trained values (count,) in the base's dtype, from the base's values (count,); raises for another base."""
-    comparable = old.dtype == delta.dtype
-    is_base = comparable and digest(old) == delta.base_sha256
+    is_base = is_verified(delta, old)
     if (delta.quantization or "").endswith(TRANSPOSED) and not (is_base or is_quantized):
         raise BaseMismatchError(
             f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
             f"values: load the base quantized as in training, or dequantize that, in {delta.dtype}."
         )
+    # warnings have the same words for every tensor, so that Python shows them once
     if is_quantized and delta.quantization is None:
-        warnings.warn(
-            f"the delta was trained on weights that were not quantized, and {place} holds quantized ones, which cannot "
-            "be checked: the trained values take their places. For an exact result load the base unquantized.",
-            stacklevel=2,
-        )
-    elif comparable and not is_base:
+        text = f"the delta was trained on weights that were not quantized, and {place} holds quantized ones, which "
+        text += "cannot be checked: the trained values are written. For an exact result load the base unquantized."
+        warnings.warn(text, stacklevel=2)
+    elif old.dtype == delta.dtype and not is_base:
         if delta.quantization is None or delta.kind != "add" or is_quantized:
             raise BaseMismatchError(
                 f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
@@ -177,13 +170,10 @@ def new_values(
                 "A second stage of training has the first's result as its base: both are `first.then(second)`, or "
                 "SparseDelta.diff(base, model).)"
             )
-        # the same words for every tensor, so that Python shows them once
-        warnings.warn(
-            f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values, if "
-            "all is well the weights from before they were quantized, which cannot be checked: the changes are added. "
-            "For an exact result load the base quantized as in training, or dequantize that.",
-            stacklevel=2,
-        )
+        text = f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values, "
+        text += "if all is well the weights from before they were quantized, which cannot be checked: the changes are "
+        text += "added. For an exact result load the base quantized as in training, or dequantize that."
+        warnings.warn(text, stacklevel=2)
     return trained_values(name, delta.kind, delta.values, old, place)
 
 
@@ -209,18 +199,15 @@ def is_verified(delta: TensorDelta, old: Tensor) -> bool:
 def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
     """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
     if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
-        raise SparsifyError(
-            f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a seed: "
-            "apply the delta to a model that has such a module instead."
-        )
+        problem = f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a"
+        raise SparsifyError(f"{problem} seed: apply the delta to a model that has such a module instead.")
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise SparsifyError(
-            f"tensor `{name}` is on the meta device and has no values: it was offloaded (device_map, cpu_offload(), "
-            "disk_offload()) or never loaded. Load the whole model into memory, or merge the delta into the files, "
-            "`delta.merge(base, out)`, and load and offload these."
+            f"tensor `{name}` is on the meta device and has no values: it was offloaded (device_map, cpu_offload()) or "
+            "never loaded. Load the whole model into memory, or offload what `delta.merge(base, out)` writes."
         )
 
 
@@ -286,15 +273,10 @@ def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values
             guard(model)
 
 
-def undo_plan(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> None:
-    """Puts back what a plan replaced, if the model still holds what it wrote."""
-    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
-
-
 @contextmanager
 def undone(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> Iterator[None]:
-    """Undoes a plan, and carries it out again where the ``with`` block fails."""
-    undo_plan(plan, model, remedy)
+    """Puts back what a plan replaced, and carries it out again where the ``with`` block fails."""
+    write_plan([patch.inverse() for patch in plan], model, "the delta's values", remedy)
     try:
         yield
     except BaseException:
@@ -367,11 +349,9 @@ class Applicable(ABC):
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
         if model not in self._applied:
-            raise SparsifyError(
-                "this delta is not applied to this model: pass the object that `apply` got, not a copy or a wrapper."
-            )
-        with uninterrupted():
-            undo_plan(self._applied[model], model)
+            remedy = "pass the object that `apply` got, not a copy or a wrapper."
+            raise SparsifyError(f"this delta is not applied to this model: {remedy}")
+        with uninterrupted(), undone(self._applied[model], model):
             del self._applied[model]
         return model
 
@@ -382,13 +362,11 @@ class Applicable(ABC):
             SparsifyError: as :meth:`revert` and :meth:`apply`; the model then holds this delta, as before.
         """
         with uninterrupted():
-            plan = self._applied.get(model, [])
             self.revert(model)
             try:
                 return other.apply(model)
             except BaseException:
-                write_plan(plan, model)
-                self._applied[model] = plan
+                self.apply(model)
                 raise
 
     @contextmanager

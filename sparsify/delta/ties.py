@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.delta.algebra import DeltaSum, Parts, checked_change, finite
+from sparsify.delta.algebra import DeltaSum, Parts, change, finite
 from sparsify.delta.entries import one_of, require
 
 METHODS, SIGN_METHODS = ("ties", "dare_ties", "dare_linear"), ("total", "frequency")
@@ -30,7 +30,7 @@ class DeltaMerge(DeltaSum):
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         changes = torch.zeros(len(parts), base.numel(), dtype=torch.float64)
         for number, (_, part, at) in enumerate(parts):
-            changes[number, at] = self._trimmed(checked_change(name, part, target), f"{self.seed} {name} {number}")
+            changes[number, at] = self._trimmed(change(name, part, target), f"{self.seed} {name} {number}")
         weighted = changes * torch.tensor([factor for factor, *_ in parts], dtype=torch.float64)[:, None]
         if self.method != "dare_linear":
             votes = changes if self.sign_method == "total" else changes.sign()
