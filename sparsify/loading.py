@@ -1,7 +1,6 @@
 """Loads a base and puts a delta onto it, in one call.
 
-The delta's record of its model is not trusted: a class is looked up in transformers by name, and of the model's config
-only the labels are taken.
+The delta's record is not trusted: a class is looked up in transformers by name, of a config only the labels are taken.
 """
 
 from __future__ import annotations
@@ -78,10 +77,8 @@ def load_model(
     recorded, revision = delta.config.get("base_model_name_or_path"), delta.config.get("base_model_revision")
     name = recorded if base is None else os.fspath(base)
     if not isinstance(name, str) or not name:
-        raise SparsifyError(
-            "the delta does not record its base, or only a folder of the machine it was trained on: pass the base's id "
-            "on the hub or its folder, `load_model(base, delta)`."
-        )
+        remedy = "pass the base's id on the hub or its folder, `load_model(base, delta)`."
+        raise SparsifyError(f"the delta does not record its base, or only a folder of another machine: {remedy}")
     if name == recorded and isinstance(revision, str):
         kwargs.setdefault("revision", revision)
     if os.path.isfile(os.path.join(name, FILE_NAME)) and os.path.isdir(packed := os.path.join(name, PACKED_FOLDER)):
@@ -103,10 +100,8 @@ def _check_arguments(base: object, delta: object, model_class: Any) -> None:
         remedy = "give `load_model(base, delta.on(base))`, with the base as a folder."
         raise SparsifyError(f"a sum of deltas has no values without its base: {remedy}")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
-        raise SparsifyError(
-            f"model_class={model_class!r:.100}; expected a class with `from_pretrained`, such as AutoModelForCausalLM; "
-            "one of another library is built as it wants, as in `delta.apply(SentenceTransformer(base))`."
-        )
+        expected = "expected a class with `from_pretrained`, such as AutoModelForCausalLM; build one of another library"
+        raise SparsifyError(f"model_class={model_class!r:.100}; {expected} and call `delta.apply(model)`.")
 
 
 def _recorded_class(name: object) -> Any:
@@ -136,11 +131,9 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
     if families and families[0] in CONFIG_MAPPING:  # parts whose family the file does not name
         families += [part.model_type for part in CONFIG_MAPPING[families[0]].sub_configs.values()]
     if families and getattr(model_class.config_class, "model_type", None) not in families:
-        raise SparsifyError(
-            f"the delta was trained in {model_class.__name__}, and the base `{brief(name)}` is of another family of "
-            f"models ({brief(found.get('model_type'))}): pass the base that the delta was trained on, or "
-            "`model_class=...` if this is the one."
-        )
+        family = f"the base `{brief(name)}` is of another family of models ({brief(found.get('model_type'))})"
+        remedy = "pass the base that the delta was trained on, or `model_class=...` if this is the one."
+        raise SparsifyError(f"the delta was trained in {model_class.__name__}, and {family}: {remedy}")
 
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
@@ -162,15 +155,13 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
         options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
         model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except Exception as error:  # third parties' code for hundreds of models
-        raise SparsifyError(
-            f"transformers cannot load the base `{brief(name)}` as {getattr(model_class, '__name__', model_class)} "
-            f"({type(error).__name__}: {brief(error)}): check base and arguments, `load_model(base, delta)` with the "
-            "base's id on the hub or its folder, or pass `model_class=...`."
-        ) from error
+        what = f"`{brief(name)}` as {getattr(model_class, '__name__', model_class)}"
+        reason = f"{type(error).__name__}: {brief(error)}"
+        remedy = "check base (its id on the hub or its folder) and arguments, or pass `model_class=...`."
+        raise SparsifyError(f"transformers cannot load the base {what} ({reason}): {remedy}") from error
     finally:
         logger.removeFilter(_is_no_load_report)
-    resized = _resize(model, delta.whole)
-    tensors = named_tensors(model)
+    resized, tensors = _resize(model, delta.whole), named_tensors(model)
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors} | resized
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
@@ -180,11 +171,9 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     settled = {id(tensors[name]) for name in shapes if name in tensors}
     settled |= {id(tensor) for name, tensor in tensors.items() if _PEFT_REPLACED in name.split(".")}
     if lacking := sorted(name for name, tensor in missing.items() if id(tensor) not in settled):
-        raise BaseMismatchError(
-            f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{name}`, in this shape, nor in the "
-            "delta, and would have random values: pass the base that the delta was trained on, or train with such "
-            "modules in modules_to_save=[...]."
-        )
+        problem = f"tensor `{lacking[0]}` ({len(lacking)} in all) is neither in the base `{name}`, in this shape, nor"
+        remedy = "pass the base that the delta was trained on, or train with such modules in modules_to_save=[...]."
+        raise BaseMismatchError(f"{problem} in the delta, and would have random values: {remedy}")
     return model
 
 

@@ -85,10 +85,7 @@ def check_rebuilt(config: Mapping[str, Any]) -> None:
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Adds the modules in a delta's ``config`` to a base, uninitialised; PEFT's within a ``PeftModel``.
-
-    All of their tensors have to be in the delta, whose ``shapes`` are by plain name.
-    """
+    """Adds the modules in a delta's ``config`` to a base, uninitialised; all their tensors have to be in ``shapes``."""
     configs, settings = (config.get(key) for key in (PEFT_KEY, ADAPTERS_KEY))
     if not configs and not isinstance(settings, dict):
         return model
@@ -103,11 +100,9 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
             insert_adapters(model, AdapterConfig(**given))
     new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     for name, tensor in new.items():
-        if shapes.get(name) != tuple(tensor.shape):
-            raise BaseMismatchError(
-                f"tensor `{brief(name)}` has shape {tuple(tensor.shape)} in the model that the delta records, and "
-                f"{shapes.get(name, 'no values')} in the delta: {_REMEDY}."
-            )
+        if (given := shapes.get(name, "no values")) != tuple(tensor.shape):
+            shape = f"shape {tuple(tensor.shape)} in the model that the delta records, and {given} in the delta"
+            raise BaseMismatchError(f"tensor `{brief(name)}` has {shape}: {_REMEDY}.")
     own = [parameter for parameter in model.parameters() if not parameter.is_meta]
     size = sum(tensor.numel() for tensor in new.values())
     if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):

@@ -21,6 +21,7 @@ from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import Pattern, match_modules
 
 KNOWN = "BERT (RoBERTa, DeBERTa-v2, ELECTRA, ...), T5 (mT5, ...) and Llama (Mistral, Qwen2, Qwen3, Gemma, ...)"
+_REMEDY = "name the modules after whose output an adapter goes: target_modules=['mlp']."
 _POST_NORM = {"dense", "dropout", "LayerNorm"}
 _LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -140,10 +141,8 @@ def check_without_adapters(model: nn.Module) -> None:
         if isinstance(module, Adapter):
             raise SparsifyError(f"{name} has adapters already; call remove_adapters(model) first, or go on with those.")
         if hasattr(module, "adapters_config"):
-            raise SparsifyError(
-                f"{name} was prepared by AdapterHub's `adapters`: call its model.add_adapter(...) and "
-                "model.train_adapter(...), and sparsify(model, ...) then as it is."
-            )
+            remedy = "call its add_adapter(...) and train_adapter(...), and sparsify(model, ...) then as it is."
+            raise SparsifyError(f"{name} was prepared by AdapterHub's `adapters`: {remedy}")
 
 
 class Place(NamedTuple):
@@ -165,16 +164,11 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
         if isinstance(module, nn.ModuleList):
             unknown = [number for number, layer in enumerate(module) if not _places_of(layer, kind)]
             if 0 < len(unknown) < len(module):
-                raise SparsifyError(
-                    f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not known "
-                    f"for, such as number {unknown[0]}, a {type(module[unknown[0]]).__name__}; name the modules after "
-                    "whose output an adapter goes with target_modules=[...]."
-                )
+                example = f"number {unknown[0]}, a {type(module[unknown[0]]).__name__}"
+                some = f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not"
+                raise SparsifyError(f"{some} known for, such as {example}; {_REMEDY}")
     if not places:
-        raise SparsifyError(
-            f"{type(model).__name__} has no layer that adapters are known for: those of {KNOWN}. For any other model "
-            "name the modules after whose output an adapter goes: target_modules=['mlp']."
-        )
+        raise SparsifyError(f"{type(model).__name__} has no layer that adapters are known for: {KNOWN}; {_REMEDY}")
     return places
 
 
@@ -221,7 +215,6 @@ def _after(name: str, model: nn.Module) -> Place:
         raise SparsifyError(f"target_modules: {name!r:.100} {problem}")
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
-        of = f"what {name!r:.100}, a {type(module).__name__}, gives"
-        raise SparsifyError(f"target_modules: the size of {of} is not known; name a linear layer.")
+        raise SparsifyError(f"target_modules: the size of what {name!r:.100} gives is not known; name a linear layer.")
     floating = (each for each in (*module.parameters(), *model.parameters()) if each.is_floating_point())
     return Place(f"{name}.adapters".lstrip("."), module, width, next(floating, None))

@@ -56,10 +56,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters, then all persistent buffers of a model by plain name, tied ones under every name.
-
-    Two different tensors with one plain name are an error.
-    """
+    """Returns all parameters, then all persistent buffers of a model by plain name, tied ones under every name."""
     pairs = list(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -57,10 +57,9 @@ class Ranks:
             places = [ends.get(place) or f"`{names[place]}`" for place in headers[:, 0].tolist()]
             shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(places)])
             raise SparsifyError(
-                f"the ranks are at different places of their backward passes: {shown}. To select the same entries, "
-                "every rank has to run the same modules in each backward that selects some. Let a module that a batch "
-                "does not need run on an empty input, or take its parameters out of the candidates with "
-                "exclude_modules; run a compiled model under no_grad() where it is only evaluated."
+                f"the ranks are at different places of their backward passes: {shown}. Every rank has to run the same "
+                "modules in each backward that selects entries: let a module that a batch does not need run on an "
+                "empty input, or name it in exclude_modules; evaluate a compiled model under no_grad()."
             )
         return headers[:, 1 : 1 + len(numbers)]
 
@@ -99,8 +98,7 @@ class Ranks:
             raise SparsifyError(
                 f"rank {dist.get_rank()} of {num_ranks()} got no answer from {other} within {self.timeout:.0f} s, "
                 "or lost it: that rank has died (its own error is in its output), or it runs fewer backward passes "
-                "than this one. Every rank has to run as many, over the same modules; a rank that is merely slow, say "
-                "in an evaluation of its own, needs a larger get_engine(model).ranks.timeout."
+                "than this one; for one that is merely slow set a larger get_engine(model).ranks.timeout."
             ) from error
 
     def _group(self, device: torch.device) -> Any:

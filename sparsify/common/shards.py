@@ -1,7 +1,4 @@
-"""Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly.
-
-In forward and in a block's backward a parameter is a plain tensor with all its rows; elsewhere it is a DTensor.
-"""
+"""Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly."""
 
 from __future__ import annotations
 
@@ -73,11 +70,9 @@ def check_shards(name: str, parameter: Tensor) -> None:
     sharded: Any = parameter
     mesh, placements = sharded.device_mesh, sharded.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0) or mesh.size() != dist.get_world_size():
-        raise SparsifyError(
-            f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; a sparsified model can be "
-            "sharded by fully_shard(module) along its rows, over one dimension of all ranks: not hybrid (HSDP), "
-            "tensor-parallel, or over a part of the ranks."
-        )
+        expected = "expected fully_shard(module) along its rows, over one dimension of all ranks: not hybrid (HSDP), "
+        expected += "tensor-parallel, or over a part of the ranks."
+        raise SparsifyError(f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; {expected}")
 
 
 def _own_entries(parameter: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

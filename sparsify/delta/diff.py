@@ -49,10 +49,8 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
     for names in [] if isinstance(old, Checkpoint) else tied_names(old).values():
         if len(tied := [name for name in names if name in found]) > 1:
-            raise BaseMismatchError(
-                f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model: load the base "
-                "with these weights untied, or tie the tuned model's."
-            )
+            one = f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model"
+            raise BaseMismatchError(f"{one}: load the base with these weights untied, or tie the tuned model's.")
     tensors = {}
     for name, (indices, _) in found.items():
         fixed = tuple(new[name].shape), new[name].dtype, "replace", digest(take(old[name], indices))
@@ -82,17 +80,13 @@ def _check_comparable(names: list[str], old: NamedTensors, ties: Iterable[list[s
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(f"`{wrapped[0]}` is a layer with PEFT's adapter: merge it, `model.merge_and_unload()`.")
     if names and not any(name in old for name in names):
-        raise BaseMismatchError(
-            f"the base has none of the tuned model's tensors (`{names[0]}`): give the model that was fine-tuned, a "
-            "checkpoint's `config.json` next to its weights."
-        )
+        remedy = "give the model that was fine-tuned, a checkpoint's `config.json` next to its weights."
+        raise BaseMismatchError(f"the base has none of the tuned model's tensors (`{names[0]}`): {remedy}")
     for first, *others in ties:
         for other in others:
             if first in old and other in old and not same_values(old[first], old[other]):
-                raise BaseMismatchError(
-                    f"`{first}` and `{other}` are one tensor in the tuned model and two in the base: untie the tuned "
-                    "model's (give each a copy), or take the base that it was tuned from."
-                )
+                one = f"`{first}` and `{other}` are one tensor in the tuned model and two in the base"
+                raise BaseMismatchError(f"{one}: untie the tuned model's, or take the base that it was tuned from.")
 
 
 def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
@@ -105,10 +99,8 @@ def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
     if before.shape != new.shape:
         if new.numel() > before.numel() and is_resized(new.shape, before.shape):  # tokens were added
             return False
-        raise BaseMismatchError(
-            f"tensor `{name}` has shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model: "
-            "resize the base's first (`resize_token_embeddings`, say)."
-        )
+        shapes = f"shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model"
+        raise BaseMismatchError(f"tensor `{name}` has {shapes}: resize the base's, as by resize_token_embeddings().")
     if before.dtype != new.dtype:
         dtypes = f"{before.dtype} in the base, {new.dtype} in the tuned model"
         raise BaseMismatchError(f"tensor `{name}` is {dtypes}: load both in one dtype.")

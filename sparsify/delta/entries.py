@@ -127,10 +127,7 @@ def encode_indices(indices: Tensor) -> Tensor:
 
 
 def decode_indices(stored: Tensor, count: int) -> Tensor:
-    """Decodes ``count`` positions that :func:`encode_indices` encoded; raises where dtype, shape, end or count differs.
-
-    Their order and range are not checked; a position beyond int64 comes out negative.
-    """
+    """Decodes ``count`` positions, of which order and range are not checked; one beyond int64 comes out negative."""
     if stored.dim() != 1 or stored.dtype not in (torch.uint16, torch.uint32, torch.uint64):
         expected = "expected one dimension of uint16, uint32 or uint64"
         raise DeltaFormatError(f"indices are {stored.dtype} of shape {tuple(stored.shape)}, {expected}")

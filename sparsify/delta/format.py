@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -50,18 +49,11 @@ _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
 
 
-def write(
-    path: StrPath, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], sidecar: StrPath | None = None
-) -> None:
-    """Writes a delta file, and a copy of its metadata, as JSON for people, to ``sidecar``; makes folders if need be.
-
-    Raises before anything is written where ``config`` does not go into JSON, or a reader would refuse the file.
-    """
+def write(path: StrPath, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a delta file, or raises where a reader would refuse it; returns its metadata."""
     data, document = to_bytes(tensors, whole, config)
-    for_people = (json.dumps(document, indent=2) + "\n").encode()
     replace_file(Path(path), data)
-    if sidecar is not None:
-        replace_file(Path(sidecar), for_people)
+    return document
 
 
 def to_bytes(

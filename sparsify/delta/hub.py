@@ -1,10 +1,8 @@
-"""Where a delta is kept: a folder, a file, or a repository on the Hugging Face Hub, there with a model card.
-
-The generated part of a card lies between two comments. Names and values in it are escaped, since a file is not trusted.
-"""
+"""Where a delta is kept: a folder, a file, or a repository on the hub, with a model card that escapes what is in it."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tempfile
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, write
+from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, replace_file, write
 from sparsify.errors import SparsifyError, brief
 
 _CARD_NAME = "README.md"
@@ -50,17 +48,15 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
         with _explained(str(path), revision):
             return Path(hf_hub_download(str(path), FILE_NAME, revision=revision, library_name="sparsify", **options))
     if revision is not None:
-        raise SparsifyError(
-            f"revision={revision!r} of `{path}`, which is taken for a path, and has none: leave it out, or give the id "
-            "of a repository on the hub and rename the path that hides it."
-        )
+        remedy = "leave it out, or give the id of a repository on the hub and rename the path that hides it."
+        raise SparsifyError(f"revision={revision!r} of `{path}`, which is taken for a path, and has none: {remedy}")
     if file.is_dir():
         file = file / FILE_NAME
     if not file.exists():
         raise SparsifyError(
             f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-            f"`{FILE_NAME}`, the path of such a file, or the id of a repository on the hub, such as 'user/name'. Of "
-            "the weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned)."
+            f"`{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the weights of a "
+            "merged or fully fine-tuned model take SparseDelta.diff(base, tuned)."
         )
     return file
 
@@ -74,7 +70,7 @@ def cached_folder(repo_id: str, revision: str | None) -> Path | None:
 
 
 def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> None:
-    """Writes a delta into a folder, or, where the path ends in ``.safetensors``, as that file alone."""
+    """Writes a delta and its metadata for people into a folder, or the delta alone where the path is a file's."""
     is_file = path.suffix == ".safetensors" and not path.is_dir()
     if path.is_file() and not is_file:
         remedy = "a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
@@ -82,7 +78,9 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
     file = path if is_file else path / FILE_NAME
     if file.exists() and not is_replaceable(file):
         raise SparsifyError(f"`{file}` is there already and is no delta, so it is left as it is: give another path.")
-    write(file, tensors, whole, config, sidecar=None if is_file else path / CONFIG_NAME)
+    document = write(file, tensors, whole, config)
+    if not is_file:
+        replace_file(path / CONFIG_NAME, (json.dumps(document, indent=2) + "\n").encode())
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,11 +101,9 @@ def push(
         raise SparsifyError(f"{repo_id!r:.100} is no repository's id: expected one such as 'user/name'.")
     public = public_config(config)
     if config.get("base_model_name_or_path") and not public["base_model_name_or_path"]:
-        warnings.warn(
-            "the base is recorded as a path of this machine, which is left out of what is published: to name it, set "
-            "`delta.config['base_model_name_or_path']` to its id on the hub (`push --base-model`), and push again.",
-            stacklevel=3,
-        )
+        text = "the base is recorded as a path of this machine, which is left out of what is published: to name it, "
+        text += "set `delta.config['base_model_name_or_path']` to its id on the hub (`push --base-model`)."
+        warnings.warn(text, stacklevel=3)
     api = HfApi(token=token, library_name="sparsify")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

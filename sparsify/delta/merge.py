@@ -77,10 +77,7 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
 
 
 def recorded_labels(config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any]:
-    """A delta's labels as keys of a model's config, if a dense tensor has as many rows or columns.
-
-    A delta may come from a stranger: other keys of a config name code to be run, and a number may ask for any memory.
-    """
+    """A delta's labels, and nothing else of its record, as keys of a config, if a dense tensor has as many of them."""
     recorded = config.get("model_config")
     head = recorded if isinstance(recorded, dict) else {}
     number, names, problem = (head.get(key) for key in ("num_labels", "id2label", "problem_type"))

@@ -1,7 +1,4 @@
-"""Writes and checks the JSON object in a delta file's header, from the parts of a delta or from untrusted text.
-
-Records of tensors are checked elsewhere; nothing else from a file reaches a message or the library unchecked.
-"""
+"""Writes and checks the JSON object in a delta file's header, from the parts of a delta or from untrusted text."""
 
 from __future__ import annotations
 
@@ -65,9 +62,8 @@ def parse(header: Any) -> dict[str, Any]:
     holder = header.get("__metadata__") if isinstance(header, dict) else None
     text = holder.get(METADATA_KEY) if isinstance(holder, dict) else None
     if not isinstance(text, str):
-        raise DeltaFormatError(
-            f"its header has no metadata `{METADATA_KEY}`: it is another kind of safetensors file, such as a model's"
-        )
+        other = "it is another kind of safetensors file, such as a model's"
+        raise DeltaFormatError(f"its header has no metadata `{METADATA_KEY}`: {other}")
     document = parse_json(text)
     version = document.get("format_version") if isinstance(document, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
@@ -86,10 +82,8 @@ def check_not_extended(config: Mapping[str, Any], what: str) -> None:
     if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
         plain = "merge_and_unload() of it is a plain model" if PEFT_KEY in extended else "save_adapters(model, folder)"
         maker = "PEFT" if PEFT_KEY in extended else "add_adapters"
-        raise SparsifyError(
-            f"{what} goes by the base's own tensors, and this delta is of modules that {maker} put into the base: take "
-            f"load_model(base, delta), and {plain}."
-        )
+        what += f" goes by the base's own tensors, and this delta is of modules that {maker} put into the base"
+        raise SparsifyError(f"{what}: take load_model(base, delta), and {plain}.")
 
 
 def check_object(where: str, value: Any, keys: Set[str], optional: Set[str] = frozenset()) -> None:

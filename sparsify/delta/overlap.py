@@ -81,10 +81,12 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
             opposed += int((left * right < 0).sum())
     warn_of_casts(dtypes, "the base", stacklevel=3)
     shared = sum(by_tensor.values())
-    union, by_tensor = a.num_entries + b.num_entries - shared, dict(sorted(by_tensor.items()))
-    both = a.whole.keys() & b.whole.keys()
-    conflicting = tuple(sorted(name for name in both if not same_values(a.whole[name], b.whole[name])))
-    if base is None:
-        return Overlap(shared, union, None, None, by_tensor, conflicting)
-    cosine = float(products[0] / (products[1] * products[2]).sqrt())
-    return Overlap(shared, union, cosine, opposed, by_tensor, conflicting)
+    both = sorted(a.whole.keys() & b.whole.keys())
+    return Overlap(
+        shared,
+        union=a.num_entries + b.num_entries - shared,
+        cosine=None if base is None else float(products[0] / (products[1] * products[2]).sqrt()),
+        opposed=None if base is None else opposed,
+        by_tensor=dict(sorted(by_tensor.items())),
+        conflicting_whole=tuple(name for name in both if not same_values(a.whole[name], b.whole[name])),
+    )

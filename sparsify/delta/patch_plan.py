@@ -72,10 +72,7 @@ PatchPlan: TypeAlias = list[PlannedWrite]
 
 
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:
-    """A model's tensors by plain name; raises unless each is there, with data, and under one of the names only.
-
-    ``dense`` are those of the names whose tensors a delta stores whole. A model in training is refused.
-    """
+    """A model's tensors by plain name, ``dense`` ones stored whole; raises unless each is there once, and with data."""
     check_plain(model)
     available = named_tensors(model)
     names, dense = list(names), set(dense)

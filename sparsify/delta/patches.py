@@ -93,10 +93,8 @@ def check_checkpoint(
     for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
         first = owners.setdefault((window.key, window.place.storage_offset()), name)
         if first != name:
-            raise BaseMismatchError(
-                f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta: give "
-                "the base with these weights untied, as it was in training."
-            )
+            one = f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta"
+            raise BaseMismatchError(f"{one}: give the base with these weights untied, as it was in training.")
     missing = tuple(name for name in whole if name not in layouts)
     entries = sum(delta.count for delta in tensors.values())
     return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
@@ -110,17 +108,14 @@ def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout
 
 
 def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layout:
-    """Where a tensor's entries are stored.
-
-    transformers may rename another tensor to a stored name, which therefore counts only where the values match.
-    """
     layout = checkpoint.layout(name)
+    # transformers may rename another tensor to a stored name, which therefore counts only where the values match
     if name not in checkpoint.stored:
         return layout
     fits = tuple(layout.shape) == delta.shape and checkpoint.dtype(layout) == delta.dtype
     if fits and digest(checkpoint.take(layout, delta.indices)) == delta.base_sha256:
         return layout
-    return next(iter(checkpoint.converted(name)), layout)
+    return next(iter(checkpoint.conversion.find(name)), layout)
 
 
 def make_patches(
@@ -146,10 +141,7 @@ def make_patches(
 def patches_of(
     name: str, part: TensorDelta | Tensor, checkpoint: Checkpoint | None, places: Sequence[Layout]
 ) -> Iterator[WeightPatch]:
-    """Patches of one tensor's entries, or of a dense tensor, in each of the places where a checkpoint stores it.
-
-    Where there is none, the patch is of the tensor as the model has it at run time.
-    """
+    """Patches of a tensor in each of the places where a checkpoint stores it, or of the model's where there is none."""
     if checkpoint is None or not places:
         values, indices = (part.detach().flatten(), None) if isinstance(part, Tensor) else (part.values, part.indices)
         yield WeightPatch(name, tuple(part.shape), part.dtype, values, indices)

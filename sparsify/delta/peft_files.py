@@ -28,11 +28,8 @@ CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 _MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
-# by method: the ends of the names of values (count,), and of their indices: rows and columns (2, count), flat (count,)
-METHODS = {
-    "shira": ("shira_weight", "shira_indices"),
-    "supertuning": ("supertuning_values", "supertuning_indices"),
-}
+# by method: the end of the names of values (count,); indices are rows and columns (2, count), or flat (count,)
+METHODS = {"shira": "shira_weight", "supertuning": "supertuning_values"}
 
 
 def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
@@ -60,9 +57,8 @@ def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
     except BaseMismatchError:
         raise
     except (SparsifyError, SafetensorError) as error:
-        raise DeltaFormatError(
-            f"`{folder}` is no adapter that can become a delta: {brief(error, 1_000)}. Nothing was loaded."
-        ) from error
+        problem = f"`{folder}` is no adapter that can become a delta: {brief(error, 1_000)}"
+        raise DeltaFormatError(f"{problem}. Nothing was loaded.") from error
     origin = {
         "base_model_name_or_path": config.get("base_model_name_or_path"),
         "base_model_revision": config.get("revision"),
@@ -76,13 +72,11 @@ def _find_method(config: Mapping[str, Any]) -> str:
     name = str(config.get("peft_type")).lower()
     if name not in METHODS:
         others = " and ".join(map(str.upper, METHODS))
-        kind = config.get("peft_type")
-        raise SparsifyError(f"its `peft_type` is {kind!r:.100}, and only {others} change entries: {_MERGE}")
+        raise SparsifyError(f"its `peft_type` is {name.upper()!r:.100}, and only {others} change entries: {_MERGE}")
     if name == "supertuning" and config.get("r") is not None:
         raise SparsifyError(f"it has a LoRA part (`r` is {config['r']!r:.100}, the Supra hybrid): {_MERGE}")
     if name == "supertuning" and not config.get("save_precomputed_indices", True):
-        remedy = "load it with PEFT, and save it with them (`save_precomputed_indices`)"
-        raise SparsifyError(f"it was saved without its indices: {remedy}")
+        raise SparsifyError("it was saved without its indices: save it with PEFT's `save_precomputed_indices`")
     return name
 
 
@@ -93,7 +87,7 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
         stored = {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    values_key, indices_key = METHODS[method]
+    values_key, indices_key = METHODS[method], f"{method}_indices"
     partners = {values_key: indices_key, indices_key: values_key}
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     whole: dict[str, Tensor] = {}
@@ -117,26 +111,20 @@ def _entries(
     weight = base_tensor(f"{layer}.weight", tensors)
     shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
-        raise BaseMismatchError(
-            f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a linear "
-            "layer: give the base that it was trained on, unquantized."
-        )
+        found = f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a"
+        raise BaseMismatchError(f"{found} linear layer: give the base that it was trained on, unquantized.")
     try:
         is_flat = method == "supertuning"
         places = int(math.prod(shape) * (1 - float(config["sparsity"])) if is_flat else float(config["r"]) * sum(shape))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SparsifyError(f"its `{CONFIG_NAME}` gives no number of entries ({brief(error)})") from error
     if values.shape != (places,):
-        raise BaseMismatchError(
-            f"layer `{layer}` has values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for "
-            f"the base's weight of shape {shape}: give the base that it was trained on."
-        )
+        found = f"values of shape {tuple(values.shape)}, expected {places:,} for the base's weight of shape {shape}"
+        raise BaseMismatchError(f"layer `{layer}` has {found}: give the base that it was trained on.")
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
         expected = (places,) if is_flat else (2, places)
-        require(
-            stored.shape == expected, "indices have shape", tuple(stored.shape), f"{expected} for {places:,} values"
-        )
+        require(stored.shape == expected, "indices have shape", tuple(stored.shape), str(expected))
         indices, owners = _positions(stored, (math.prod(shape),) if is_flat else shape).unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
         differences = values.to(torch.promote_types(base.dtype, torch.float32))

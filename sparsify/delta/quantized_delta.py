@@ -32,9 +32,9 @@ class QuantizedDelta:
         is_written = has_quantized_delta(module)
         objection = None if is_written else unreadable(module, before="the delta is applied")
         if objection is not None or not isinstance(module, nn.Linear):
+            problem = f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}"
             raise BaseMismatchError(
-                f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}. "
-                "Nothing can be applied to it; apply the delta to a base that is dequantized, or was never quantized."
+                f"{problem}. Apply the delta to a base that is dequantized, or was never quantized."
             )
         weight = quantized_weight(module)
         self._module, self._dequantize = module, weight.dequantize

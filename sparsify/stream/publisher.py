@@ -114,10 +114,8 @@ class DeltaPublisher:
     def __init__(self, model: nn.Module) -> None:
         engine = find_engine(model)
         if engine is None:
-            raise SparsifyError(
-                f"this {type(model).__name__} is not sparsified, or it is trained in full, so nothing tells which of "
-                "its entries change: pass the model that `sparsify(model, budget)` returned."
-            )
+            remedy = "pass the model that `sparsify(model, budget)` returned."
+            raise SparsifyError(f"this {type(model).__name__} is not sparsified, or it is trained in full: {remedy}")
         self._export = engine.source.exporter(model)
         self._chain = secrets.token_hex(16)
         self._last: tuple[int, Version] = 0, self._export()  # replaced as one, since other threads read it

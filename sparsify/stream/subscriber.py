@@ -109,10 +109,9 @@ class DeltaSubscriber:
         is_next = message.chain == self.chain and message.version - 1 == self.version
         if message.changes.known is not None and not is_next:
             other = "" if message.chain == self.chain or self.chain is None else " of another run"
-            raise MissingUpdateError(
-                f"this update makes version {message.version} from version {message.version - 1}, and the model holds "
-                f"{at}{other}: ask the publisher for `snapshot()`, and go on with the updates after it."
-            )
+            steps = f"this update makes version {message.version} from version {message.version - 1}"
+            remedy = "ask the publisher for `snapshot()`, and go on with the updates after it."
+            raise MissingUpdateError(f"{steps}, and the model holds {at}{other}: {remedy}")
 
 
 class Held(NamedTuple):

@@ -87,7 +87,7 @@ def test_differences_at_one_position_add_up(base, method, tmp_path):
     stored = {
         name.rpartition(".")[2]: tensor for name, tensor in load_file(tmp_path / WEIGHTS).items() if "0.att" in name
     }
-    values_key, indices_key = METHODS[method]
+    values_key, indices_key = METHODS[method], f"{method}_indices"
     first, second = stored[values_key][:2]
     position = stored[indices_key][..., 0].flatten()
     position = position[-1] + (16 * position[0] if method == "shira" else 0)

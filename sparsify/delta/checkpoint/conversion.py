@@ -22,10 +22,9 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 
 
 class Conversion:
-    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them. Imports transformers.
+    """A checkpoint's tensors as ``from_pretrained`` would name and arrange them; none where there is a ``problem``.
 
-    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations. There are
-    none where the model is not known, for a ``problem``.
+    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

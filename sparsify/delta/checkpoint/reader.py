@@ -56,10 +56,9 @@ def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name; iteration is over the names in the files.
+    """The tensors of a checkpoint by name in the files or, as ``from_pretrained`` makes them, at run time.
 
-    Access also takes a name at run time, for which transformers is imported, and gives the tensor that
-    ``from_pretrained`` would make. ``stored`` has the place of each tensor by its name in the files.
+    Iteration is over the names in the files, by which ``stored`` has the place of each tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -77,7 +76,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.layout(name).assemble(self.read)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.stored or (isinstance(name, str) and bool(self.converted(name)))
+        return name in self.stored or (isinstance(name, str) and bool(self.conversion.find(name)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -87,17 +86,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def plain_names(self) -> list[str]:
         """The tensors' names at run time, each tied one's once, or those in the files of a model that is not known."""
-        if self._conversion.problem:
+        if self.conversion.problem:
             return list(self)
-        first = {name: self._conversion.aliases(name)[0] for name in self._conversion.layouts}
+        first = {name: self.conversion.aliases(name)[0] for name in self.conversion.layouts}
         return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
         """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model."""
         others = [name for name in names if name not in self.stored]
-        if not others or self._conversion.problem:
+        if not others or self.conversion.problem:
             return []
-        return [name for name in others if not self._conversion.aliases(name)]
+        return [name for name in others if not self.conversion.aliases(name)]
 
     def read(self, name: str) -> Tensor:
         """A stored tensor, mapped from its file, by its name there."""
@@ -108,32 +107,26 @@ class Checkpoint(Mapping[str, Tensor]):
         """The places of a tensor's entries, by its name in the files or at run time; raises where it has none."""
         layer = name.removesuffix(".weight")  # its scales are called so by bitsandbytes, or so by torchao
         if layer != name and {f"{name}.absmax", f"{layer}.SCB", f"{layer}._weight_qdata"} & self.stored.keys():
-            raise BaseMismatchError(
-                f"tensor `{name}` is quantized in the checkpoint `{self.path}`, where no value is read or written by "
-                "itself: give the one from before that, or put the delta onto the model, load_model(base, delta)."
-            )
+            problem = f"tensor `{name}` is quantized in the checkpoint `{self.path}`"
+            remedy = "give the one from before that, or put the delta onto the model, load_model(base, delta)."
+            raise BaseMismatchError(f"{problem}: {remedy}")
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
-        if layouts := self.converted(name):
+        if layouts := self.conversion.find(name):
             return layouts[0]
         reason = "transformers loads none under that name either"
-        if problem := self._conversion.problem:
+        if problem := self.conversion.problem:
             reason = f"what its tensors are called in a model is not known, since {problem}"
-        raise BaseMismatchError(
-            f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}. Give the base "
-            "that the delta was trained on, with its `config.json` next to the weights."
-        )
-
-    def converted(self, name: str) -> list[Layout]:
-        """The layouts that transformers loads a tensor from; see :meth:`Conversion.find`."""
-        return self._conversion.find(name)
+        problem = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}"
+        remedy = "Give the base that the delta was trained on, with its `config.json` next to the weights."
+        raise BaseMismatchError(f"{problem}. {remedy}")
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
         """All layouts of a tensor, of which one is ``first``: equal copies of a tied one have to change together."""
         if list(first.keys) == [name] and self._starts[self._start(name)] == 1:
             return [first]  # without transformers
         try:
-            tied = [layout for layout in self.converted(name) if layout.keys != first.keys]
+            tied = [layout for layout in self.conversion.find(name) if layout.keys != first.keys]
         except SparsifyError:  # stored as in the delta, though transformers would convert it
             tied = []
         read = self.read
@@ -158,14 +151,12 @@ class Checkpoint(Mapping[str, Tensor]):
     def dtype(self, layout: Layout) -> torch.dtype:
         """The dtype of a tensor; raises where it is made of stored tensors of several dtypes."""
         if len({self.stored[key].dtype for key in layout.keys}) > 1:
-            raise SparsifyError(
-                f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}` are stored in several "
-                "dtypes: save the checkpoint again in one, since the model has them as one tensor."
-            )
+            several = f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors, which are one in the model, have"
+            raise SparsifyError(f"{several} several dtypes in `{self.path}`: save the checkpoint again in one.")
         return self.read(layout.keys[0]).dtype
 
     @cached_property
-    def _conversion(self) -> Conversion:
+    def conversion(self) -> Conversion:
         return Conversion({name: stored.shape for name, stored in self.stored.items()}, self.folder)
 
 

@@ -44,19 +44,15 @@ def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
     shown = "the state dict" if isinstance(path, Mapping) else f"`{path}`"
     names, read, prefixes = _opened(path)
     if len(prefixes) != 1:
-        raise SparsifyError(
-            f"{shown} is of {len(prefixes)} sparsified models, by the `{POSITION}` in it, expected 1: of a merged or "
-            "otherwise fine-tuned model take SparseDelta.diff(base, tuned), of several parts the state dict of each."
-        )
+        remedy = "of a fine-tuned model take SparseDelta.diff(base, tuned), of several parts the state dict of each."
+        raise SparsifyError(f"{shown} is of {len(prefixes)} sparsified models (`{POSITION}`), expected 1: {remedy}")
     (prefix,) = prefixes
     with refused(f"{shown} is no checkpoint that can be used", "take an earlier one"):
         settings = parse_json(read(prefix + SETTINGS).to("cpu", torch.uint8).numpy().tobytes().decode())
         if RECORD in settings:
             return _parts(settings, {name.removeprefix(prefix) for name in names}, lambda name: read(prefix + name))
-    raise SparsifyError(
-        f"{shown} was written by an earlier version, which did not name its tensors: sparsify the same base as then, "
-        "`load_state_dict` the checkpoint, and take SparseDelta.from_model(model)."
-    )
+    remedy = "sparsify the same base, `load_state_dict` the checkpoint, and take SparseDelta.from_model(model)."
+    raise SparsifyError(f"{shown} was written by an earlier version, which did not name its tensors: {remedy}")
 
 
 def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> DeltaParts:
