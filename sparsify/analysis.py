@@ -113,7 +113,6 @@ def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
 
 
 def _counts(source: Source) -> list[tuple[str, int, int]]:
-    """Each tensor's plain name, number of unmasked entries, and size."""
     if isinstance(source, SparseDelta):
         return [(name, tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()]
     if isinstance(source, nn.Module):
@@ -163,8 +162,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         [(0, 0), (1, 2), (2, 4), (3, 6)]
     """
     if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise SparsifyError(f"expected a sparsified model, got {kind}, which has no steps; shares() shows its entries.")
+        raise SparsifyError(f"expected a sparsified model, got {type(model).__name__}, which has no steps.")
     engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")

@@ -94,11 +94,9 @@ def load_model(
 
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:
     if isinstance(base, nn.Module):
-        kind = type(base).__name__
-        raise SparsifyError(f"`load_model` loads the base, and got a {kind} that is loaded: use `delta.apply(model)`.")
+        raise SparsifyError("`load_model` loads the base, and this one is loaded: use `delta.apply(model)`.")
     if isinstance(delta, DeltaSum):
-        remedy = "give `load_model(base, delta.on(base))`, with the base as a folder."
-        raise SparsifyError(f"a sum of deltas has no values without its base: {remedy}")
+        raise SparsifyError("a sum of deltas has no values without its base: give `load_model(base, delta.on(base))`.")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
         expected = "expected a class with `from_pretrained`, such as AutoModelForCausalLM; build one of another library"
         raise SparsifyError(f"model_class={model_class!r:.100}; {expected} and call `delta.apply(model)`.")
@@ -157,7 +155,7 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     except Exception as error:  # third parties' code for hundreds of models
         what = f"`{brief(name)}` as {getattr(model_class, '__name__', model_class)}"
         reason = f"{type(error).__name__}: {brief(error)}"
-        remedy = "check base (its id on the hub or its folder) and arguments, or pass `model_class=...`."
+        remedy = "check base and arguments (the id on the hub or the folder), or pass `model_class=...`."
         raise SparsifyError(f"transformers cannot load the base {what} ({reason}): {remedy}") from error
     finally:
         logger.removeFilter(_is_no_load_report)
@@ -189,5 +187,4 @@ def _resize(model: Any, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_no_load_report(record: logging.LogRecord) -> bool:
-    """Filters out the report of tensors that a checkpoint lacks: the delta has them, or it is an error."""
     return not any(words in record.getMessage() for words in _LOAD_REPORTS)

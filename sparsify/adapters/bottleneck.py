@@ -39,11 +39,9 @@ class AdapterConfig:
             raise SparsifyError(f"kind={self.kind!r:.100} is no kind of adapter; expected {' or '.join(KINDS)}.")
         factor, name, modules = self.reduction_factor, self.name, self.target_modules
         if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
-            expected = "a number of at least 1/1024: 16 makes the bottleneck a sixteenth of the hidden size."
-            raise SparsifyError(f"reduction_factor={factor!r:.100}; expected {expected}")
+            raise SparsifyError(f"reduction_factor={factor!r:.100}; expected a number of at least 1/1024, such as 16.")
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
-            expected = "a word without dots that is no method of a dict, such as 'default'."
-            raise SparsifyError(f"adapter_name={name!r:.100} cannot be part of a parameter's name; expected {expected}")
+            raise SparsifyError(f"adapter_name={name!r:.100}; expected a word without dots, no method of a dict.")
         is_list = isinstance(modules, (list, tuple)) and all(isinstance(module, str) for module in modules)
         if modules is not None and not is_list:
             raise SparsifyError(f"target_modules={modules!r:.100}; expected a list of module names.")

@@ -80,8 +80,7 @@ def check_rebuilt(config: Mapping[str, Any]) -> None:
             problem = f"an adapter {brief(name, 100)!r} of type {kind!r:.100}, and only {', '.join(_REBUILT)} are built"
             raise SparsifyError(f"the delta records {problem}: {_REMEDY}.")
         if isinstance(init := settings.get("init_lora_weights"), str) and init not in _INITS:
-            setting = f"init_lora_weights={init!r:.100}, which may have changed the base's own weights"
-            raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
+            raise SparsifyError(f"the delta has init_lora_weights={init!r:.100}, which changes the base: {_REMEDY}.")
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -114,7 +113,6 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
 
 
 def _add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
-    """The base in a ``PeftModel``, its adapters on the meta device."""
     from peft import PeftModel, get_peft_config, get_peft_model
 
     if len(configs) > _MAX_ITEMS:

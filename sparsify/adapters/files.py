@@ -94,8 +94,7 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
     try:
         tensors = safetensors.torch.load_file(file)
     except (OSError, SafetensorError) as error:
-        remedy = "AdapterHub writes it with save_adapter(..., use_safetensors=True)."
-        raise SparsifyError(f"{file} cannot be read ({error}); {remedy}") from None
+        raise SparsifyError(f"{file} cannot be read ({error}); expected what save_adapters() writes.") from None
     for name in [*shapes, *tensors]:
         if name not in tensors:
             raise SparsifyError(f"{file} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")
@@ -116,5 +115,4 @@ def _read_config(path: Path) -> AdapterConfig:
     for kind, known in KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known}.items()):
             return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
-    usual = f"neither Houlsby nor Pfeiffer adapters with AdapterHub's usual settings ({KINDS})"
-    raise SparsifyError(f"{path} describes {usual}; load it with AdapterHub's `adapters`.")
+    raise SparsifyError(f"{path} describes neither Houlsby nor Pfeiffer adapters as AdapterHub has them by default.")

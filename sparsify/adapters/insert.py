@@ -141,7 +141,7 @@ def check_without_adapters(model: nn.Module) -> None:
         if isinstance(module, Adapter):
             raise SparsifyError(f"{name} has adapters already; call remove_adapters(model) first, or go on with those.")
         if hasattr(module, "adapters_config"):
-            remedy = "call its add_adapter(...) and train_adapter(...), and sparsify(model, ...) then as it is."
+            remedy = "call its model.add_adapter(...) and train_adapter(...), and sparsify(model, ...) then as it is."
             raise SparsifyError(f"{name} was prepared by AdapterHub's `adapters`: {remedy}")
 
 
@@ -211,8 +211,7 @@ def _after(name: str, model: nn.Module) -> Place:
         raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")
     module = modules[name]
     if isinstance(module, nn.Sequential):
-        problem = "is an nn.Sequential, which would run the adapter as one more step; name its last module."
-        raise SparsifyError(f"target_modules: {name!r:.100} {problem}")
+        raise SparsifyError(f"target_modules: {name!r:.100} is an nn.Sequential; name its last module.")
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
         raise SparsifyError(f"target_modules: the size of what {name!r:.100} gives is not known; name a linear layer.")

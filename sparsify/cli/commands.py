@@ -198,7 +198,6 @@ def _description(delta: SparseDelta) -> dict[str, Any]:
 
 
 def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
-    """Lines of ``info``: a label and a text."""
     in_whole, known = delta.entries_in_whole, sum(row.size for row in shares(delta))
     share = f" ({delta.num_entries / known:.3%} of these)" if known else ""
     counts = [f"{delta.num_entries:,} in {len(delta.tensors)} tensors{share}"] if delta.tensors or not in_whole else []

@@ -64,7 +64,6 @@ class Tokenized(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens (n,) of each example."""
         return self.mask.sum(1)
 
     def batch(self, rows: Sequence[int] | Tensor) -> dict[str, Tensor]:
@@ -128,7 +127,6 @@ def load_examples(root: Path | None = None) -> tuple[list[Example], list[Example
 
 
 def tokenize(name_or_path: str, *example_sets: Sequence[Example]) -> list[Tokenized]:
-    """Tokenizes each set of examples by the model's tokenizer, cut to ``MAX_TOKENS``."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, padding_side="right")
@@ -188,7 +186,6 @@ def all_rows(function: Callable[..., Tensor], data: Tokenized) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Returns the share of rows whose largest logit is the label's."""
     return (logits.argmax(-1) == labels).float().mean().item()
 
 

@@ -191,7 +191,6 @@ class DeltaSum(Summable):
         return total, new
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors stored whole, on which the terms agree."""
         dense: dict[str, Tensor] = {}
         for factor, delta in self.terms:
             for name, tensor in delta.whole.items():

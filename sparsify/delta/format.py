@@ -71,11 +71,9 @@ def to_bytes(
     try:
         data = bytearray(safetensors.torch.save(payload, {METADATA_KEY: to_json(document)}))
     except KeyError as error:
-        remedy = "which a tensor stored whole is in: convert it, or leave it out."
-        raise SparsifyError(f"safetensors has no dtype {error}, {remedy}") from error
+        raise SparsifyError(f"safetensors has no dtype {error} of a tensor stored whole: convert it.") from error
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
-        most = f"more than the {MAX_HEADER_BYTES:,} that a reader accepts: shorten `config`, or split the delta."
-        raise SparsifyError(f"the delta's header takes {header_bytes:,} bytes, {most}")
+        raise SparsifyError(f"the header takes {header_bytes:,} bytes, more than a reader accepts: shorten `config`.")
     document[PAYLOAD_KEY] = _payload_digest(data)
     fill_in(data, placeholder, document[PAYLOAD_KEY])
     return data, document

@@ -121,7 +121,6 @@ def _write_shards(
     parts: Mapping[str, Any], checkpoint: Checkpoint, places: Mapping[str, Sequence[Layout]], folder: Path,
     file_names: Sequence[str],
 ) -> None:  # fmt: skip
-    """Copies the files of weights one by one, and writes the changes of each into its copy."""
     total = sum(file.stat().st_size for file in checkpoint.files)
     with tqdm(desc="merging", total=total, unit="B", unit_scale=True, disable=None) as progress:
         for file, file_name in zip(checkpoint.files, file_names, strict=False):

@@ -136,8 +136,8 @@ def drawn_values(name: str, delta: TensorDelta) -> Tensor:
     assert delta.initializer is not None
     values = delta.initializer.values(name, delta.shape, delta.dtype)
     if digest(values) != delta.base_sha256:
-        other = "drawn from a seed, and what is drawn here is not what training started from"
-        raise BaseMismatchError(f"tensor `{name}` is {other}: the delta is damaged, or numpy draws other numbers.")
+        other = f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from"
+        raise BaseMismatchError(f"{other}: the delta is damaged, or numpy draws other numbers.")
     if not values.isfinite().all():
         scale = delta.initializer.scale
         raise BaseMismatchError(f"tensor `{name}` is drawn with a scale of {scale}, beyond its {delta.dtype}.")
@@ -346,8 +346,9 @@ class Applicable(ABC):
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
         if model not in self._applied:
-            remedy = "pass the object that `apply` got, not a copy or a wrapper."
-            raise SparsifyError(f"this delta is not applied to this model: {remedy}")
+            raise SparsifyError(
+                "this delta is not applied to this model: pass the object that `apply` got, not a copy."
+            )
         with uninterrupted(), undone(self._applied[model], model):
             del self._applied[model]
         return model

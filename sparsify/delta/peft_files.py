@@ -81,7 +81,6 @@ def _find_method(config: Mapping[str, Any]) -> str:
 
 
 def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Values and indices by layer, and all other tensors."""
     if not path.is_file():
         pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
@@ -107,7 +106,6 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
 def _entries(
     layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: str, tensors: Mapping[str, Tensor]
 ) -> TensorDelta | None:
-    """One layer's entries, checked; None where nothing differs from the base."""
     weight = base_tensor(f"{layer}.weight", tensors)
     shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
@@ -119,7 +117,7 @@ def _entries(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SparsifyError(f"its `{CONFIG_NAME}` gives no number of entries ({brief(error)})") from error
     if values.shape != (places,):
-        found = f"values of shape {tuple(values.shape)}, expected {places:,} for the base's weight of shape {shape}"
+        found = f"values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for shape {shape}"
         raise BaseMismatchError(f"layer `{layer}` has {found}: give the base that it was trained on.")
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))

@@ -106,7 +106,6 @@ def refuse_to_lose(*_: Any, **__: Any) -> None:
 
 
 def _add_delta(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """Forward hook: adds x D^T, computed in float32."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     indices, base, values = (getattr(module, name) for name in BUFFERS)
     shape = quantized_weight(module).shape

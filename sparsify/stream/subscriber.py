@@ -174,7 +174,6 @@ def _over(base: Tensor, part: TensorDelta) -> TrainedEntries:
 
 
 def _write(name: str, part: TrainedEntries) -> PlannedWrite:
-    """The write over the base's values."""
     new = trained_values(name, part.kind, part.values, part.base)
     return PlannedWrite(name, part.shape, part.indices, part.base, new)
 
@@ -202,7 +201,6 @@ def _sample(plan: PatchPlan) -> PatchPlan:
 
 
 def _check(fits: bool, problem: str) -> None:
-    """Raises where a message makes no sense after the version before it."""
     if not fits:
         unfit = "this update does not go with the version that the model holds"
         raise DeltaFormatError(f"{unfit}: {problem}. Nothing was changed: ask for `snapshot()`.")

@@ -67,7 +67,6 @@ class TrainedEntries(NamedTuple):
         return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
 
     def joined(self, more: TrainedEntries) -> TrainedEntries:
-        """These entries and more of the same tensor, in ascending order."""
         parts = [torch.cat([own, part.to(own.dtype)]) for own, part in zip(self[4:], more[4:], strict=True)]
         order = parts[0].argsort()
         return TrainedEntries(*self[:4], *(part[order] for part in parts))
@@ -225,7 +224,6 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 def _header_digest(data: bytes | bytearray, stated: str) -> str:
-    """SHA-256 of the header, with zeros for the hash in it."""
     return hashlib.sha256(bytes(data[: delta_format.header_end(data)]).replace(stated.encode(), _ZEROS)).hexdigest()
 
 
@@ -237,8 +235,7 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
             raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
         return None
     if values.dtype != dtype or values.dim() != 1:
-        shape = tuple(values.shape)
-        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
+        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of {values.shape}, expected (n,) {dtype}")
     if not values.isfinite().all():
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:

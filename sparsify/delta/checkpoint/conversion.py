@@ -55,7 +55,6 @@ class Conversion:
         return list(found.values())
 
     def _prefixed(self, name: str) -> tuple[str, ...]:
-        """The name with and without the prefix of the model under the head."""
         prefix = f"{self._prefix}."
         other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
         return (name, other) if self._prefix else (name,)
@@ -81,16 +80,14 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
                     return model_class(config)
             return transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # third parties' code for hundreds of models
-        reason = f"{type(error).__name__}: {brief(error)}"
-        raise SparsifyError(f"transformers cannot build the model of `{file}` ({reason})") from error
+        raise SparsifyError(f"transformers cannot build the model of `{file}` ({brief(error)})") from error
 
 
 def _check_counts(config: object, num_tensors: int) -> None:
     """Raises where a config counts far more layers, experts or labels than there are tensors."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, int) and value > 50_000 + 10 * num_tensors and _COUNTED.search(key):
-            damaged = f"for a checkpoint of {num_tensors:,} tensors: it is damaged"
-            raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} {damaged}")
+            raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} for {num_tensors:,} tensors: it is damaged")
         _check_counts(value, num_tensors)
 
 

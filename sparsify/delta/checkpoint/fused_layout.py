@@ -47,7 +47,6 @@ class Layout:
 
     @classmethod
     def stored(cls, key: str, shape: Sequence[int]) -> Layout:
-        """The layout of a stored tensor itself."""
         return cls(shape, [Window(key, tuple(map(slice, [0] * len(shape), shape)), torch.empty(shape, device="meta"))])
 
     @classmethod

@@ -151,8 +151,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def dtype(self, layout: Layout) -> torch.dtype:
         """The dtype of a tensor; raises where it is made of stored tensors of several dtypes."""
         if len({self.stored[key].dtype for key in layout.keys}) > 1:
-            several = f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors, which are one in the model, have"
-            raise SparsifyError(f"{several} several dtypes in `{self.path}`: save the checkpoint again in one.")
+            several = f"`{layout.keys[0]}` and {len(layout.keys) - 1} more tensors of `{self.path}`, one in the model,"
+            raise SparsifyError(f"{several} are stored in several dtypes: save the checkpoint again in one.")
         return self.read(layout.keys[0]).dtype
 
     @cached_property
@@ -170,8 +170,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         download = f"one on the hub has to be downloaded first, which `hf download {path}` does."
         raise SparsifyError(f"`{path}` does not exist: give the path of a checkpoint; {download}")
     if not index.is_file():
-        expected = f"expected a folder with `{WEIGHTS_NAME}` or `{INDEX_NAME}`, or a safetensors file."
-        raise SparsifyError(f"`{path}` holds no checkpoint: {expected}")
+        raise SparsifyError(f"`{path}` holds no checkpoint: expected a folder with `{WEIGHTS_NAME}`, or such a file.")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SparsifyError(f"`{index}` is no index of a checkpoint, which has a `weight_map`: download it again.")
@@ -193,8 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
-        text = f"`{path}` is no JSON that can be used ({brief(error)})"
-        raise SparsifyError(f"{text}: give the folder that was saved, or download it again.") from error
+        raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
     if not isinstance(document, dict):
         raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
     return document
