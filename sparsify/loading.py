@@ -136,8 +136,8 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in; a model keeps wider tensors wider by itself."""
-    tensors = [tensor for tensor in delta.tensors.values() if tensor.initializer is None]
-    dtypes = {tensor.dtype for tensor in tensors if tensor.quantization is None}  # int8 stands for float32
+    known = (part for part in delta.tensors.values() if part.initializer is None and part.quantization is None)
+    dtypes = {part.dtype for part in known}  # bitsandbytes' int8 stands for float32
     recorded = delta.config.get("base_dtypes")
     if not dtypes and isinstance(recorded, list):
         dtypes = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}

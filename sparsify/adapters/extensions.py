@@ -29,9 +29,7 @@ _REBUILT = ("LORA", "IA3", "LOHA", "LOKR")  # their weights are all in the delta
 _INITS = ("gaussian", "eva", "orthogonal")  # of LoRA, that leave the base's weights alone, too
 _NOT_TAKEN = {"auto_mapping", "base_model_name_or_path", "megatron_config", "megatron_core", "revision"}
 _NOT_TAKEN |= {"eva_config", "init_lora_weights"}  # the delta has the weights
-# of a setting, unless it lists names and the model has more modules: PEFT compares each item with each module's name,
-# and compiles an expression anew where there are more than `re` keeps
-_MAX_ITEMS = 256
+_MAX_ITEMS = 256  # of a setting that PEFT compares with each module's name, or the number of modules
 # an unescaped character, with which an expression could match in more than one way
 _MAY_BACKTRACK = re.compile(r"(?<!\\)(\\\\)*[*+?{(]")
 _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a regular expression, or a list of names

@@ -85,10 +85,8 @@ def check_names(tensors: Iterable[Any], whole: Iterable[Any]) -> None:
     seen: set[str] = set()
     for name in [*tensors, *whole]:
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or _NOT_IN_NAMES.search(name):
-            raise SparsifyError(
-                f"a tensor's name is {name!r:.120}, expected a string of 1 to {MAX_NAME_CHARACTERS:,} characters, none "
-                "of them a control character: rename the module"
-            )
+            expected = f"a string of 1 to {MAX_NAME_CHARACTERS:,} characters, none of them a control character"
+            raise SparsifyError(f"a tensor's name is {name!r:.120}, expected {expected}: rename the module")
         if name in seen:
             raise SparsifyError(f"tensor `{name}` is there twice: it is either changed at entries or stored whole")
         seen.add(name)

@@ -67,15 +67,9 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
     if kind == _4BIT and weight.quant_state is None:
         return f"is not quantized yet, which happens on the way to a device; call model.to(device) before {before}"
     if kind == _4BIT and getattr(weight.quant_state, "packing_format_for_cpu", False):
-        return (
-            "was repacked by bitsandbytes for evaluation on this CPU, with rounded scales, and does not hold its "
-            f"values any more; load the model again, and do not evaluate it before {before}"
-        )
+        return f"was repacked by bitsandbytes for evaluation, with rounded scales; load the model again before {before}"
     if kind == _8BIT and weight.dtype != torch.int8:
-        return (
-            "is quantized by bitsandbytes on the way to a device, or anew at every forward pass "
-            f"(has_fp16_weights=True); load it with has_fp16_weights=False and call model.to(device) before {before}"
-        )
+        return f"is not quantized yet; load it with has_fp16_weights=False and call model.to(device) before {before}"
     if kind == _8BIT and _row_scales(module, weight) is None:
         return f"has lost its scales; load the model again before {before}"
     if any(getattr(weight, name, None) is not None for name in _TORCHAO_DYNAMIC):

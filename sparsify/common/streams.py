@@ -11,9 +11,8 @@ import torch
 class Streams:
     """The CUDA streams of a model's backward passes, synchronized where they share memory; no host waits.
 
-    Autograd synchronizes two nodes' streams where a gradient passes from one to the other. The gradient of a masked
-    weight is not passed on: it is added to memory that all nodes share, and the root's node ends the pass on a stream
-    of its own. In the thread of a second device, the current stream of the first one is its default stream.
+    Autograd synchronizes two nodes' streams where a gradient passes from one to the other, and that of a masked weight
+    is added to memory that all nodes share. In the thread of a second device, the first one's stream is its default.
     """
 
     def __init__(self) -> None:

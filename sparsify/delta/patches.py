@@ -45,8 +45,8 @@ class CheckReport:
             number = counted(len(self.unchecked), "tensor")
             verdict = (
                 f"names and shapes fit; the base has {number} (`{self.unchecked[0]}`) in another dtype than the delta "
-                "was trained on, or not quantized as then, so the values there cannot be checked"
             )
+            verdict += "was trained on, or not quantized as then, so the values there cannot be checked"
         missing = f", {len(self.missing)} of them not in the base" if self.missing else ""
         whole = f" {counted(self.whole, 'tensor')} stored whole{missing}." if self.whole else ""
         return f"{what}: {verdict}.{whole}"

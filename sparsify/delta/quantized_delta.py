@@ -33,9 +33,7 @@ class QuantizedDelta:
         objection = None if is_written else unreadable(module, before="the delta is applied")
         if objection is not None or not isinstance(module, nn.Linear):
             problem = f"`{name}` is quantized, and its layer {objection or f'({type(module).__name__}) is not linear'}"
-            raise BaseMismatchError(
-                f"{problem}. Apply the delta to a base that is dequantized, or was never quantized."
-            )
+            raise BaseMismatchError(f"{problem}: apply it to a base that is dequantized, or was never quantized.")
         weight = quantized_weight(module)
         self._module, self._dequantize = module, weight.dequantize
         self.shape, self.scheme, self.device = weight.shape, weight.scheme, module.weight.device
@@ -100,7 +98,7 @@ def guard(model: nn.Module) -> None:
 def refuse_to_lose(*_: Any, **__: Any) -> None:
     raise SparsifyError(
         "saving this part of the model, or dequantizing it, would drop what was trained over quantized weights, which "
-        "cannot hold it. Keep the delta, SparseDelta.from_model(model) in training, for load_model(base, delta). For "
+        "cannot hold it. Keep the delta for load_model(base, delta), SparseDelta.from_model(model) in training. For "
         "ordinary layers: desparsify(model, dequantize=True); or revert the delta, dequantize, and apply it again."
     )
 

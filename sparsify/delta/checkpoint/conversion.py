@@ -1,8 +1,7 @@
 """Maps a model's names at run time to the tensors in a checkpoint that transformers renames or fuses at load.
 
-The rules are transformers' own: the model is built without weights, and the conversions that ``from_pretrained`` would
-run on tensors are run on layouts. Those that layouts cannot follow (permuting, interleaving, dequantizing) are an error
-by name. Transformers 4 only renames tensors.
+The model is built without weights, and transformers' own conversions of tensors are run on layouts. Those that layouts
+cannot follow (permuting, interleaving, dequantizing) are an error by name. Transformers 4 only renames tensors.
 """
 
 from __future__ import annotations

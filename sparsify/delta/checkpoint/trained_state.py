@@ -1,9 +1,7 @@
 """Reads the delta out of a checkpoint that was written in training, full or of the trained state alone.
 
-    sparse_ids, sparse_base, sparse_values    the entries, numbered through all candidates
-    sparse_settings                           has a record of the candidates, of what is stored whole, and of the run
-
-The base is not needed: values are base plus delta, and the base's values at the entries are there to be hashed.
+sparse_ids, sparse_base, sparse_values    the entries, numbered through all candidates
+sparse_settings                           has a record of the candidates, of what is stored whole, and of the run
 """
 
 from __future__ import annotations
