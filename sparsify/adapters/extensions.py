@@ -78,7 +78,8 @@ def check_rebuilt(config: Mapping[str, Any]) -> None:
             problem = f"an adapter {brief(name, 100)!r} of type {kind!r:.100}, and only {', '.join(_REBUILT)} are built"
             raise SparsifyError(f"the delta records {problem}: {_REMEDY}.")
         if isinstance(init := settings.get("init_lora_weights"), str) and init not in _INITS:
-            raise SparsifyError(f"the delta has init_lora_weights={init!r:.100}, which changes the base: {_REMEDY}.")
+            setting = f"init_lora_weights={init!r:.100}, which may have changed the base's own weights"
+            raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
 
 
 def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:

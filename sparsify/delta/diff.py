@@ -102,7 +102,8 @@ def _is_comparable(name: str, old: NamedTensors, new: Tensor) -> bool:
         shapes = f"shape {tuple(before.shape)} in the base, {tuple(new.shape)} in the tuned model"
         raise BaseMismatchError(f"tensor `{name}` has {shapes}: resize the base's, as by resize_token_embeddings().")
     if before.dtype != new.dtype:
-        raise BaseMismatchError(f"tensor `{name}` is {before.dtype} in the base, {new.dtype} in the tuned model.")
+        dtypes = f"{before.dtype} in the base, {new.dtype} in the tuned model"
+        raise BaseMismatchError(f"tensor `{name}` is {dtypes}: load both in one dtype.")
     return new.dtype in DTYPES.values()
 
 

@@ -60,7 +60,8 @@ class TensorDelta:
         fits = values.dtype in dtypes and (self.kind == "add" or values.dtype == self.dtype)
         require(fits, "values are", values.dtype, f"the base's {self.dtype} for kind {self.kind!r}")
         if indices.dim() != 1 or values.shape != indices.shape or self.count < (not is_drawn):
-            raise SparsifyError(f"indices have {indices.shape} and values {values.shape}, expected one dimension")
+            shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
+            raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
         sha, scheme = self.base_sha256, self.quantization
         require(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
         expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
@@ -71,7 +72,8 @@ class TensorDelta:
         if bool((indices[1:] <= indices[:-1]).any()):
             raise SparsifyError("indices are not strictly increasing")
         if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
-            raise SparsifyError(f"indices from {int(indices[0])} to {int(indices[-1])} are out of range: {self.shape}")
+            ends = f"from {int(indices[0])} to {int(indices[-1])}, in a tensor of {math.prod(self.shape)} entries"
+            raise SparsifyError(f"indices are out of range: they go {ends}")
         if bad := int((~values.isfinite()).sum()):
             remedy = "take a delta from before the training diverged."
             raise SparsifyError(f"{bad} of {self.count} values are not finite: {remedy}")

@@ -122,7 +122,8 @@ def _entries(
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
         expected = (places,) if is_flat else (2, places)
-        require(stored.shape == expected, "indices have shape", tuple(stored.shape), str(expected))
+        needed = f"{expected} for {places:,} values"
+        require(stored.shape == expected, "indices have shape", tuple(stored.shape), needed)
         indices, owners = _positions(stored, (math.prod(shape),) if is_flat else shape).unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
         differences = values.to(torch.promote_types(base.dtype, torch.float32))

@@ -69,7 +69,8 @@ class DeltaSwitch:
         if isinstance(delta, (str, PathLike)):
             delta = SparseDelta.load(delta)
         if not isinstance(delta, (SparseDelta, DeltaSum)):
-            raise SparsifyError(f"a {type(delta).__name__} cannot be attached; expected a delta, or the path of one.")
+            expected = "expected a SparseDelta, a sum of them, or the path or hub id of one."
+            raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {expected}")
         with self.deactivated():
             evaluated = delta.on(self.model) if isinstance(delta, DeltaSum) else delta
             self._plans[name], self._deltas[name] = evaluated.plan(self.model), evaluated
