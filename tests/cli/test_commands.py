@@ -142,13 +142,6 @@ def test_verify_accepts_the_base_and_refuses_another_and_a_changed_bit(run, tmp_
     assert "its payload does not have the SHA-256 that its metadata records" in text
 
 
-def test_merge_writes_what_apply_would_give(run, tmp_path, base, plain, out):
-    run("merge", plain, *out)
-    merged = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    with SparseDelta.load(plain).applied(base):
-        assert all(torch.equal(merged[name], tensor) for name, tensor in base.state_dict().items())
-
-
 def test_diff_takes_a_delta_from_two_checkpoints(run, tmp_path, base):
     safetensors.torch.save_file(fine_tuned(base, 1).state_dict(), tmp_path / "tuned.safetensors")
     arguments = ["diff", tmp_path / "base", tmp_path / "tuned.safetensors", "--out"]

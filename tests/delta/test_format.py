@@ -95,17 +95,6 @@ def test_a_changed_bit_anywhere_in_the_payload_is_noticed(path, good):
             read_bytes(path, bytes(damaged))
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, good, monkeypatch):
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write(path, {}, {}, {})
-    assert path.read_bytes() == good
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_files_get_the_usual_permissions(path, good):
     plain = path.with_name("plain")
     plain.write_bytes(b"")

@@ -312,14 +312,6 @@ def test_deltas_are_reverted_in_reverse_order(model, unchanged):
     first.revert(model)
 
 
-def test_disjoint_deltas_are_reverted_in_any_order(model, unchanged):
-    deltas = [SparseDelta({"0.weight": added(model[0].weight, [1.0], [i])}) for i in (2, 4)]
-    for delta in deltas:
-        delta.apply(model)
-    for delta in deltas:
-        delta.revert(model)
-
-
 @pytest.mark.parametrize(("name", "factor"), [("2.bias", 2), ("1.running_mean", 2), ("0.bias", -1)])
 def test_revert_refuses_to_undo_what_came_after_a_zeros_sign_too(model, name, factor):
     delta = make_delta(model, {"1.running_mean": torch.ones(4), "0.bias": torch.zeros(4)})
