@@ -12,11 +12,8 @@ import torch
 
 
 def uninterrupted() -> AbstractContextManager[None]:
-    """Defers SIGINT to the end of a ``with`` block.
-
-    For short blocks that change a model and its bookkeeping together. Python runs signal handlers in the main thread
-    only; in other threads, and in a function that is being compiled, this does nothing.
-    """
+    """Defers SIGINT to the end of a short ``with`` block that changes a model and its bookkeeping together."""
+    # Python runs signal handlers in the main thread only
     if torch.compiler.is_dynamo_compiling() or threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return _deferred()

@@ -46,10 +46,7 @@ class Ranks:
         return torch.stack(parts)
 
     def headers(self, place: int, numbers: Sequence[int], names: Sequence[str]) -> Tensor:
-        """Gathers less than ``WIDTH`` numbers of each rank: (ranks, numbers) int64, on the CPU.
-
-        Raises on all ranks unless they are at one place: a tensor's number (one of ``names``), ``BEGIN`` or ``END``.
-        """
+        """Gathers the numbers of each rank: (ranks, numbers) int64, on the CPU; raises unless all are at one place."""
         own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
         if bool((headers[:, 0] != place).any()):

@@ -27,10 +27,7 @@ class Streams:
 
     @contextmanager
     def joined(self, device: torch.device | None = None) -> Iterator[None]:
-        """A context for work on shared memory: after all earlier such work, and before all later work of any stream.
-
-        The other streams wait too: memory that they allocated and that is read here returns to them when it is freed.
-        """
+        """A context for work on shared memory: after all earlier such work, and before all later work of any stream."""
         if device is not None and device.type == "cuda":
             self.seen.setdefault(device, {})
         current = [(torch.accelerator.current_stream(device), seen) for device, seen in list(self.seen.items())]
@@ -40,7 +37,7 @@ class Streams:
                     stream.wait_stream(other)
                 seen[stream] = None
         yield
-        for stream, seen in current:
+        for stream, seen in current:  # memory that the others allocated and that was read returns to them when freed
             for other in tuple(seen):
                 if other != stream:
                     other.wait_stream(stream)

@@ -33,17 +33,14 @@ _RESIZE = " If tokens were added, `model.resize_token_embeddings({})` first (`lo
 
 
 class PlannedWrite(NamedTuple):
-    """A planned write to one tensor: at flat ``indices`` (count,), or to all of it where they are None.
-
-    ``old`` and ``new``, (count,) or ``shape``, are on the CPU. A write that is not ``checked`` replaces any values.
-    """
+    """A planned write to one tensor; ``old`` and ``new``, (count,) or ``shape``, are on the CPU."""
 
     name: str
     shape: tuple[int, ...]
-    indices: Tensor | None
+    indices: Tensor | None  # (count,) flat; None for all of the tensor
     old: Tensor
     new: Tensor
-    checked: bool = True
+    checked: bool = True  # else it replaces any values
 
     def fits(self, target: Tensor) -> bool:
         """Whether the tensor has the write's shape and, where that is checked, holds ``old``, in its present dtype."""

@@ -1,7 +1,5 @@
 """Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
 
-    folder that PEFT wrote + base --read_adapter--> entries with the values that PEFT computes, tensors stored whole
-
 Both methods give a layer a number of places that follows from its size. An unused place holds 0.0, and a position may
 come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
 """

@@ -1,7 +1,4 @@
-"""The receiving end of a stream: keeps a plain model at the last version of a model in training.
-
-Message --plan_snapshot, plan_update--> writes to the model, all of them checked before the first
-"""
+"""The receiving end of a stream: keeps a plain model at the last version of a model in training."""
 
 from __future__ import annotations
 

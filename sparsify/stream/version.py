@@ -3,9 +3,8 @@
     Version --snapshot--> Changes --write_message--> bytes --read_message--> Message
     two of them --difference--> Changes
 
-The entries of a version are in the order of their tensors' names, and ascending in each tensor. Both ends of a stream
-know this order, so that the values of known entries are sent without positions. ``format.md`` specifies the bytes under
-"Streams".
+The entries of a version are in the order of their tensors' names, and ascending in each tensor, so that the values of
+known entries are sent without positions. ``format.md`` specifies the bytes under "Streams".
 """
 
 from __future__ import annotations
@@ -34,17 +33,14 @@ _OPTIONAL = {f"{dtype}.{role}" for dtype in DTYPES for role in ("known", "places
 
 
 class TrainedEntries(NamedTuple):
-    """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`.
-
-    ``base`` (count,) has the base's values: at the sending end in ``dtype``, at the receiving one in its own base's.
-    """
+    """The unmasked entries of one tensor, with memory of their own on the CPU; fields as in :class:`TensorDelta`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
     quantization: str | None
     indices: Tensor
-    base: Tensor
+    base: Tensor  # (count,) the base's values: at the sending end in dtype, at the receiving one in its own base's
     values: Tensor
 
     @property
@@ -87,14 +83,11 @@ class KnownValues(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What turns a version into the next: new entries and dense tensors by name, and values of known entries.
-
-    A snapshot turns the base into a version: its ``known`` is ``None``.
-    """
+    """What turns a version into the next: new entries and dense tensors by name, and values of known entries."""
 
     tensors: dict[str, TensorDelta]
     whole: dict[str, Tensor]
-    known: dict[torch.dtype, KnownValues] | None
+    known: dict[torch.dtype, KnownValues] | None  # None in a snapshot, which turns the base into a version
 
 
 class Version(NamedTuple):

@@ -1,7 +1,5 @@
 """The places where a tensor's entries are stored that is made of others: stacked, joined, chunked, split, transposed.
 
-    Layout.stored("gate.0", (4, 3)), Layout.stored("gate.1", (4, 3))  --torch.stack-->  Layout of shape (2, 4, 3)
-
 Torch's own functions take a layout in place of a tensor. It is a set of windows, boxes that together fill the tensor,
 and nothing of the tensor's own size is allocated.
 """
