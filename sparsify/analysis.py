@@ -162,7 +162,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         [(0, 0), (1, 2), (2, 4), (3, 6)]
     """
     if not isinstance(model, nn.Module):
-        raise SparsifyError(f"expected a sparsified model, got {type(model).__name__}, which has no steps.")
+        raise SparsifyError(f"expected a sparsified model, got a {type(model).__name__}: shares() shows its entries.")
     engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")
@@ -171,7 +171,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         raise SparsifyError(f"{engine.strategy.selection} selects its entries afresh at each step: {problem}")
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
     if planned != engine.entries.updates:
-        text = f"by the schedule, entries were updated {planned:,} times in {engine.step:,} steps, and the model "
+        text = f"by the schedule, entries had been updated {planned:,} times in {engine.step:,} steps, and the model "
         text += f"counts {engine.entries.updates:,}: some steps found too few entries with a gradient, or steps= or "
         text += "schedule= were others in training. The trajectory may show entries before they were unmasked."
         warnings.warn(text, stacklevel=2)

@@ -98,8 +98,8 @@ def _check_arguments(base: object, delta: object, model_class: Any) -> None:
     if isinstance(delta, DeltaSum):
         raise SparsifyError("a sum of deltas has no values without its base: give `load_model(base, delta.on(base))`.")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
-        expected = "expected a class with `from_pretrained`, such as AutoModelForCausalLM; build one of another library"
-        raise SparsifyError(f"model_class={model_class!r:.100}; {expected} and call `delta.apply(model)`.")
+        expected = "expected a class with `from_pretrained`; otherwise `delta.apply(SentenceTransformer(base))`, say."
+        raise SparsifyError(f"model_class={model_class!r:.100}; {expected}")
 
 
 def _recorded_class(name: object) -> Any:

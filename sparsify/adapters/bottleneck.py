@@ -41,7 +41,8 @@ class AdapterConfig:
         if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
             raise SparsifyError(f"reduction_factor={factor!r:.100}; expected a number of at least 1/1024, such as 16.")
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
-            raise SparsifyError(f"adapter_name={name!r:.100}; expected a word without dots, no method of a dict.")
+            expected = "a word without dots that is no method of a dict, such as 'default'."
+            raise SparsifyError(f"adapter_name={name!r:.100} cannot be part of a parameter's name; expected {expected}")
         is_list = isinstance(modules, (list, tuple)) and all(isinstance(module, str) for module in modules)
         if modules is not None and not is_list:
             raise SparsifyError(f"target_modules={modules!r:.100}; expected a list of module names.")

@@ -211,9 +211,10 @@ def _after(name: str, model: nn.Module) -> Place:
         raise SparsifyError(f"target_modules: {type(model).__name__} has no module {name!r:.100}{near}.")
     module = modules[name]
     if isinstance(module, nn.Sequential):
-        raise SparsifyError(f"target_modules: {name!r:.100} is an nn.Sequential; name its last module.")
+        raise SparsifyError(f"target_modules: {name!r:.100} is an nn.Sequential, not a layer; name its last module.")
     width = getattr(module, "out_features", None) or getattr(getattr(model, "config", None), "hidden_size", None)
     if not isinstance(width, int):
-        raise SparsifyError(f"target_modules: the size of what {name!r:.100} gives is not known; name a linear layer.")
+        of = f"what {name!r:.100}, a {type(module).__name__}, gives"
+        raise SparsifyError(f"target_modules: the size of {of} is not known; name a linear layer.")
     floating = (each for each in (*module.parameters(), *model.parameters()) if each.is_floating_point())
     return Place(f"{name}.adapters".lstrip("."), module, width, next(floating, None))

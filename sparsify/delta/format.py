@@ -73,7 +73,8 @@ def to_bytes(
     except KeyError as error:
         raise SparsifyError(f"safetensors has no dtype {error} of a tensor stored whole: convert it.") from error
     if (header_bytes := header_end(data) - 8) > MAX_HEADER_BYTES:
-        raise SparsifyError(f"the header takes {header_bytes:,} bytes, more than a reader accepts: shorten `config`.")
+        most = f"more than the {MAX_HEADER_BYTES:,} that a reader accepts: shorten `config`, or split the delta."
+        raise SparsifyError(f"the delta's header takes {header_bytes:,} bytes, {most}")
     document[PAYLOAD_KEY] = _payload_digest(data)
     fill_in(data, placeholder, document[PAYLOAD_KEY])
     return data, document

@@ -199,4 +199,5 @@ def _sample(plan: PatchPlan) -> PatchPlan:
 
 def _check(fits: bool, problem: str) -> None:
     if not fits:
-        raise DeltaFormatError(f"the update does not fit the model's version: {problem}. Ask for `snapshot()`.")
+        unfit = "this update does not go with the version that the model holds"
+        raise DeltaFormatError(f"{unfit}: {problem}. Nothing was changed: ask for `snapshot()`.")
