@@ -168,7 +168,8 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
                 some = f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not"
                 raise SparsifyError(f"{some} known for, such as {example}; {_REMEDY}")
     if not places:
-        raise SparsifyError(f"{type(model).__name__} has no layer that adapters are known for: {KNOWN}; {_REMEDY}")
+        known = f"has no layer that adapters are known for: those of {KNOWN}"
+        raise SparsifyError(f"{type(model).__name__} {known}; {_REMEDY}")
     return places
 
 
