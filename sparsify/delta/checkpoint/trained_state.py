@@ -43,7 +43,7 @@ def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
     names, read, prefixes = _opened(path)
     if len(prefixes) != 1:
         remedy = "of a fine-tuned model take SparseDelta.diff(base, tuned), of several parts the state dict of each."
-        raise SparsifyError(f"{shown} is of {len(prefixes)} sparsified models (`{POSITION}`), expected 1: {remedy}")
+        raise SparsifyError(f"{shown} is of {len(prefixes)} sparsified models, by `{POSITION}`, expected 1: {remedy}")
     (prefix,) = prefixes
     with refused(f"{shown} is no checkpoint that can be used", "take an earlier one"):
         settings = parse_json(read(prefix + SETTINGS).to("cpu", torch.uint8).numpy().tobytes().decode())
