@@ -98,8 +98,8 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
             insert_adapters(model, AdapterConfig(**given))
     new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
     for name, tensor in new.items():
-        if (given := shapes.get(name, "no values")) != tuple(tensor.shape):
-            shape = f"shape {tuple(tensor.shape)} in the model that the delta records, and {given} in the delta"
+        if (held := shapes.get(name, "no values")) != tuple(tensor.shape):
+            shape = f"shape {tuple(tensor.shape)} in the model that the delta records, and {held} in the delta"
             raise BaseMismatchError(f"tensor `{brief(name)}` has {shape}: {_REMEDY}.")
     own = [parameter for parameter in model.parameters() if not parameter.is_meta]
     size = sum(tensor.numel() for tensor in new.values())

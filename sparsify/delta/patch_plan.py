@@ -74,8 +74,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     available = named_tensors(model)
     names, dense = list(names), set(dense)
     if any(plain_name(name) not in available for name in names):
-        copied = [name for name in available if ".modules_to_save." in name]
-        available = {base_name(name): available[name] for name in available.keys() - copied} | available
+        inner = {name.rpartition("base_model.model.")[2]: tensor for name, tensor in available.items()}
+        available = {base_name(name): inner[name] for name in inner if ".modules_to_save." not in name} | available
     if missing := [name for name in names if plain_name(name) not in available]:
         owner, _, attribute = missing[0].rpartition(".")
         if f"{owner}.original_module.{attribute}" in available:
