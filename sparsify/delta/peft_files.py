@@ -69,8 +69,9 @@ def _find_method(config: Mapping[str, Any]) -> str:
     """The method of a config, as read from its file; raises where it asks for more than entries in a layer."""
     name = str(config.get("peft_type")).lower()
     if name not in METHODS:
-        others = " or ".join(map(str.upper, METHODS))
-        raise SparsifyError(f"its `peft_type` is {config.get('peft_type')!r:.100}, expected {others}: {_MERGE}")
+        others = " and ".join(map(str.upper, METHODS))
+        kind = config.get("peft_type")
+        raise SparsifyError(f"its `peft_type` is {kind!r:.100}, and only {others} change entries: {_MERGE}")
     if name == "supertuning" and config.get("r") is not None:
         raise SparsifyError(f"it has a LoRA part (`r` is {config['r']!r:.100}, the Supra hybrid): {_MERGE}")
     if name == "supertuning" and not config.get("save_precomputed_indices", True):
