@@ -94,7 +94,8 @@ def load_model(
 
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:
     if isinstance(base, nn.Module):
-        raise SparsifyError("`load_model` loads the base, and this one is loaded: use `delta.apply(model)`.")
+        kind = type(base).__name__
+        raise SparsifyError(f"`load_model` loads the base, and got a {kind} that is loaded: use `delta.apply(model)`.")
     if isinstance(delta, DeltaSum):
         raise SparsifyError("a sum of deltas has no values without its base: give `load_model(base, delta.on(base))`.")
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
@@ -155,7 +156,7 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     except Exception as error:  # third parties' code for hundreds of models
         what = f"`{brief(name)}` as {getattr(model_class, '__name__', model_class)}"
         reason = f"{type(error).__name__}: {brief(error)}"
-        remedy = "check base and arguments (the id on the hub or the folder), or pass `model_class=...`."
+        remedy = "check base and arguments (the base's id on the hub or its folder), or pass `model_class=...`."
         raise SparsifyError(f"transformers cannot load the base {what} ({reason}): {remedy}") from error
     finally:
         logger.removeFilter(_is_no_load_report)
