@@ -94,7 +94,9 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
     try:
         tensors = safetensors.torch.load_file(file)
     except (OSError, SafetensorError) as error:
-        raise SparsifyError(f"{file} cannot be read ({error}); expected what save_adapters() writes.") from None
+        raise SparsifyError(
+            f"{file} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
+        ) from None
     for name in [*shapes, *tensors]:
         if name not in tensors:
             raise SparsifyError(f"{file} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")

@@ -74,7 +74,8 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     available = named_tensors(model)
     names, dense = list(names), set(dense)
     if any(plain_name(name) not in available for name in names):
-        inner = {name.rpartition("base_model.model.")[2]: tensor for name, tensor in available.items()}
+        wrapper: Any = next((module for module in model.modules() if hasattr(module, "get_base_model")), None)  # PEFT's
+        inner = available if wrapper is None else named_tensors(wrapper.get_base_model())
         available = {base_name(name): inner[name] for name in inner if ".modules_to_save." not in name} | available
     if missing := [name for name in names if plain_name(name) not in available]:
         owner, _, attribute = missing[0].rpartition(".")

@@ -231,8 +231,8 @@ def test_ranks_publish_the_same_versions_to_the_bit_what_a_delta_takes(two, name
         ("flat delta", r"ignored_params=\{model.sparse_values\}"),
         ("hybrid", r"not hybrid \(HSDP\)"),
         ("blocks only", r"`second(.weight)?` is sharded, but not the model that was sparsified"),
-        ("too late", r"sharded over ranks already; call sparsify\(\) on the plain model"),
-        ("desparsify", r"cannot be turned back; save SparseDelta.from_model"),
+        ("too late", r"is sharded; call sparsify\(\) on the plain model"),
+        ("desparsify", r"cannot be turned back; apply its SparseDelta"),
         ("fsdp1", r"FullyShardedDataParallel \(FSDP1\)"),
     ],
 )
