@@ -48,7 +48,7 @@ def plain_model(model: nn.Module) -> nn.Module:
         inner: nn.Module | None = model
         for part in prefix:
             # some of PEFT's tuners hold modules of their own in addition to the model, as a SentenceTransformer
-            wraps = any(hasattr(inner, name) for name in ("peft_config", "transformers_model"))
+            wraps = hasattr(inner, "peft_config") or hasattr(inner, "transformers_model")
             inner = None if inner is None or not (wraps or list(inner._modules) == [part]) else inner._modules.get(part)
         if inner is not None:
             return plain_model(inner)
