@@ -52,6 +52,8 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     resized = {layout.keys[0]: whole[name] for name, layout in pairs if layout.shape != whole[name].shape}
     sizes = {checkpoint.stored[key].shape[0]: len(tensor) for key, tensor in resized.items()}
     model_config = _updated_config(source / "config.json", config, whole, sizes)
+    if "__metadata__" in new:
+        raise SparsifyError("a checkpoint cannot have a tensor that is called `__metadata__`: rename the module.")
     index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     file_names = [file.name for file in checkpoint.files]
     if new:

@@ -167,6 +167,12 @@ def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config)
 
 
 @needs_limits
+def test_a_tensor_with_the_name_of_a_files_metadata_is_refused(base, out):
+    with pytest.raises(SparsifyError, match="cannot have a tensor that is called `__metadata__`"):
+        SparseDelta({}, {"__metadata__": torch.ones(2)}).merge(base, out)
+    assert not out.exists()
+
+
 def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
     """A name for each of 10^9 labels would take 60 GB, on the word of a file of less than 1 kB."""
     whole = {"classifier.weight": torch.zeros(2, 16), "empty": torch.zeros(10**9, 0)}
