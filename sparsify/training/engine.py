@@ -352,11 +352,14 @@ class Engine(TrainingStep):
 
     def _mask_dropped(self) -> None:
         """Masks again what the step in progress has unmasked, if the gradient was dropped."""
-        if self.selected and not self.paused and not self._passes and self._has_dropped():
-            warnings.warn(optimizer_steps.DROPPED, stacklevel=4)
-            with uninterrupted():
-                self.entries.truncate(self._selected_from)
-                self.restart()
+        if not self.selected or self.paused or self._passes:
+            return
+        with self._lock:  # of several threads that run forward, one masks them
+            if self._has_dropped():
+                warnings.warn(optimizer_steps.DROPPED, stacklevel=4)
+                with uninterrupted():
+                    self.entries.truncate(self._selected_from)
+                    self.restart()
 
     def _has_dropped(self) -> bool:
         dropped = self._had_dropped or optimizer_steps.was_dropped(self, self.weights.writes)
