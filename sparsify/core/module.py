@@ -36,8 +36,8 @@ def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
             parameter = parameters.get(attribute)
             if parameter is None or (parameter.shape != tensor.shape and tensor.shape_now != tensor.shape):
                 tensor.check_shape(parameter)
-            replaced = parameter is not parameters.own.get(attribute)
-            found[attribute] = (parameter, None) if replaced else (parameter.detach(), use)
+            is_own = parameter is tensor.parameter
+            found[attribute] = (parameter.detach(), use) if is_own else (parameter, None)
     return found
 
 

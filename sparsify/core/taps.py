@@ -29,11 +29,11 @@ class _Tap(torch.autograd.Function):
 
 
 def tap(parameter: Any, tensor: MaskedTensor) -> Any:
-    """Returns a tap of a masked parameter; the parameter itself where no gradient will be collected."""
+    """Returns a tap of a masked parameter; its values alone where no gradient will be collected."""
     use = tensor.collector.read(tensor)
-    if use is None:
-        return parameter
-    read = _Tap.apply(parameter, use, use.root)
+    with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
+        read = parameter.detach()
+    read = read if use is None else _Tap.apply(read, use, use.root)
     read._is_param = True  # to isinstance(), as get_parameter() asks
     return read
 
@@ -45,8 +45,6 @@ class ReadParameters(dict[str, Any]):
     parameters themselves.
     """
 
-    own: dict[str, Any]  # the masked parameters, which functional_call() replaces for a while
-
     def __init__(self, parameters: dict[str, Any], tensors: dict[str, MaskedTensor]) -> None:
         super().__init__(parameters)
         self.__setstate__(tensors)
@@ -55,23 +53,22 @@ class ReadParameters(dict[str, Any]):
         return self.tensors
 
     def __setstate__(self, tensors: dict[str, MaskedTensor]) -> None:
-        self.tensors, self.own = tensors, {}  # by attribute name: the module's masked tensors by attribute name
+        self.tensors = tensors  # by attribute name
         for attribute in tensors.keys() & self.keys():
             self.keep(attribute, self.get(attribute))
 
     def __getitem__(self, attribute: str) -> Any:
         parameter, tensor = super().__getitem__(attribute), self.tensors.get(attribute)
-        if tensor is None or tensor.is_quantized or not parameter.is_leaf:  # no leaf: by functional_call()
+        if tensor is None or tensor.is_quantized:
             return parameter
         if torch.compiler.is_dynamo_compiling():
-            return tensor.collector.compiled.tap(tensor, parameter)
-        if parameter is not self.own[attribute] or not torch.is_grad_enabled() or not tensor.collector.in_forward:
-            return parameter
-        return tap(parameter, tensor)
+            return tensor.collector.compiled.tap(tensor, parameter) if parameter.is_leaf else parameter
+        is_own = parameter is tensor.parameter  # not one that functional_call() has put in its place
+        return tap(parameter, tensor) if is_own and torch.is_grad_enabled() and tensor.collector.in_forward else parameter
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:
         if isinstance(getattr(getattr(parameter, "grad_fn", None), "use", None), Use):
-            parameter = self.own[attribute]  # functional_call() puts back what it has read
+            parameter = self.tensors[attribute].parameter  # functional_call() puts back what it has read
         super().__setitem__(attribute, parameter)
         is_masked = attribute in self.__dict__.get("tensors", ())  # there are none while it is unpickled
         if is_masked and isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
@@ -84,12 +81,12 @@ class ReadParameters(dict[str, Any]):
             if not isinstance(tensor.owner, (nn.ParameterDict, nn.ParameterList)):
                 tensor.check_shape(None)  # raises: something else would be computed with it
             del self.tensors[attribute]
-            tensor.owner = nn.ParameterDict({attribute: self.own.pop(attribute)})
+            tensor.owner = nn.ParameterDict({attribute: tensor.parameter})
         super().__delitem__(attribute)
 
     def keep(self, attribute: str, parameter: Any) -> None:
         """Takes a parameter as the masked one from now on."""
-        self.own[attribute] = parameter
+        self.tensors[attribute].parameter = parameter
 
     def plain(self) -> dict[str, Any]:
         """The parameters, as they are in a plain module."""

@@ -81,17 +81,13 @@ class MaskedTensor:
     is_quantized: ClassVar[bool] = False  # whether no trained value can be written into the parameter
 
     def __post_init__(self) -> None:
+        self.parameter: Any = self.owner._parameters[self.attribute]  # ReadParameters (taps.py) keep it up to date
         self.shape = self.shape_now  # at sparsify()
         self.numel = self.shape.numel()
         self.waiting: set[int] = set()  # numbers of the uses that have not run backward; sets need no lock
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "waiting": set()}  # a copy of the model starts with no open graph
-
-    @property
-    def parameter(self) -> Tensor:
-        parameters: Any = self.owner._parameters
-        return getattr(parameters, "own", parameters)[self.attribute]
 
     @property
     def shape_now(self) -> torch.Size:

@@ -47,8 +47,7 @@ class MaskedParameter(nn.Parameter):
 
         def tapped(parameter: MaskedParameter) -> Any:
             tensor = _TENSORS[parameter]() if parameter in _TENSORS else None
-            read = parameter if tensor is None else tap(parameter, tensor)
-            taps.append((read.detach() if read is parameter else read, parameter))
+            taps.append((parameter.detach() if tensor is None else tap(parameter, tensor), parameter))
             return taps[-1][0]
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -80,7 +79,7 @@ class FollowedParameters(ReadParameters):
             _TENSORS[parameter] = weakref.ref(tensor)
 
     def plain(self) -> dict[str, Any]:
-        for parameter in self.own.values():
+        for parameter in self.values():
             if type(parameter) is MaskedParameter:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         return super().plain()

@@ -62,7 +62,9 @@ class Interrupter:
 
     def __exit__(self, *error):
         sys.settrace(None)
-        torch.set_grad_enabled(True)  # an interrupt may cut off the end of torch's own no_grad()
+        # a traced interrupt may cut off the end of torch's own no_grad(), and of a section without torch functions
+        torch.set_grad_enabled(True)
+        torch._C.DisableTorchFunctionSubclass().__exit__(None, None, None)
 
     def _trace(self, frame, event, argument):
         if not frame.f_code.co_filename.startswith(INTERRUPTED):
