@@ -50,7 +50,6 @@ READ_OUTSIDE = (
     "but computed whole, where a call of its module computes only what is needed. This is said once."
 )
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
-_NOTHING = nullcontext()
 
 
 class _Forward(threading.local):
@@ -240,12 +239,13 @@ class Engine(TrainingStep):
         return grad
 
     def _section(self, name: str, device: torch.device) -> AbstractContextManager[object]:
-        """A context for work of a backward pass: without autocast, in order with other streams, named to profilers."""
+        """A context for work of a backward pass: without autocast and torch functions, in order with other streams."""
         profiled, autocast = torch._C._autograd._profiler_enabled(), torch.is_autocast_enabled(device.type)
         if not (profiled or autocast or device.type == "cuda" or self.streams.seen):
-            return _NOTHING  # a context takes longer than a small gradient
+            return torch._C.DisableTorchFunctionSubclass()  # others take longer than a small gradient
         section = ExitStack()
-        section.enter_context(record_function(name) if profiled else _NOTHING)
+        section.enter_context(torch._C.DisableTorchFunctionSubclass())
+        section.enter_context(record_function(name) if profiled else nullcontext())
         section.enter_context(torch.autocast(device.type, enabled=False))
         section.enter_context(self.streams.joined(device))
         return section

@@ -126,9 +126,10 @@ class EffectiveWeights:
             self._scatter(seen=True)
             self._addresses = self._addresses_now()
         else:
-            for tensor, own in zip(tensors, self._entries.effective(), strict=True):
-                if own.numel() and tensor not in but:
-                    tensor.write(own)
+            with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
+                for tensor, own in zip(tensors, self._entries.effective(), strict=True):
+                    if own.numel() and tensor not in but:
+                        tensor.write(own)
             self._addresses = None
         self.are_sums = not but
         self._written, self._written_dtype = values.clone(), tensors[0].dtype
