@@ -38,10 +38,9 @@ def full_values(parameter: Tensor) -> Tensor:
 
 
 def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
-    """Reads the values (n,) at flat indices (n,); for a sharded parameter, a call that all ranks make together."""
+    """Reads the values (n,) of a sharded parameter at flat indices (n,), in a call that all ranks make together."""
     values = read_own_entries(parameter, indices)
-    if is_shard(parameter):
-        dist.all_reduce(values, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
+    dist.all_reduce(values, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
     return values
 
 

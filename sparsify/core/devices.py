@@ -17,7 +17,7 @@ def runs_ahead(device: torch.device) -> bool:
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies numbers to a device (n,) int64, without waiting for the device's earlier work."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=runs_ahead(device))
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=device.type in AHEAD)
 
 
 def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ The weight is never differentiated: the node's other input, the root, is how aut
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,30 @@ from sparsify.core.module import MaskedModule, count_uses, masked_tensors, witho
 from sparsify.core.tensor import Use
 
 
-class MaskedLinear(MaskedModule, nn.Linear):
+class MaskedLinearModule(MaskedModule):
+    """A module with ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
+
+    transposed: ClassVar[bool] = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the plain layer's output (..., out) for an input (..., in)."""
+        if torch.compiler.is_dynamo_compiling():
+            tensor = next(iter(masked_tensors(self).values()))
+            return tensor.collector.compiled.linear(self, x, self.transposed)
+        uses, parameters = count_uses(self), self._parameters
+        weight, of_weight = uses.get("weight") or (parameters.get("weight"), None)
+        bias, of_bias = uses.get("bias") or (parameters.get("bias"), None)
+        if of_weight is None and of_bias is None:
+            return linear(x, weight, bias, self.transposed)
+        dtype = autocast_dtype(x)
+        call = LinearCall(of_weight, of_bias, dtype, self.transposed)
+        return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
+
+
+class MaskedLinear(MaskedLinearModule, nn.Linear):
     """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries; made in place."""
 
     plain_class = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns the plain layer's output (..., out_features) for an input (..., in_features)."""
-        return masked_linear(self, input)
 
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):
@@ -46,21 +62,6 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         if use is None:
             return F.embedding(input, weight, self.padding_idx)
         return _Embedding.apply(input, weight, use, use.root)
-
-
-def masked_linear(module: Any, x: Tensor, *, transposed: bool = False) -> Tensor:
-    """Applies a module with ``weight`` (out, in), or (in, out) if ``transposed``, and ``bias`` (out,)."""
-    if torch.compiler.is_dynamo_compiling():
-        tensor = next(iter(masked_tensors(module).values()))
-        return tensor.collector.compiled.linear(module, x, transposed)
-    uses, parameters = count_uses(module), module._parameters
-    weight, of_weight = uses.get("weight") or (parameters.get("weight"), None)
-    bias, of_bias = uses.get("bias") or (parameters.get("bias"), None)
-    if of_weight is None and of_bias is None:
-        return linear(x, weight, bias, transposed)
-    dtype = autocast_dtype(x)
-    call = LinearCall(of_weight, of_bias, dtype, transposed)
-    return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
 
 
 class LinearCall(NamedTuple):
@@ -79,8 +80,11 @@ def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
     use = call.of_weight or call.of_bias
     if use is not None and use.tensor.collector.recompute is not None:
         call = call._replace(recompute=use.tensor.collector.recompute(x))
-    with without_autocast(x.device):
-        return _Linear.apply(x, weight, bias, call, None if use is None else use.root)
+    root = None if use is None else use.root
+    if call.dtype is None:  # autocast is off, or leaves x alone
+        return _Linear.apply(x, weight, bias, call, root)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linear.apply(x, weight, bias, call, root)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

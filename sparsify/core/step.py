@@ -123,7 +123,8 @@ class TrainingStep:
         checkpointed = not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         all_count, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
         # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
-        recomputed = torch._C._current_graph_task_id() != self.around_forward
+        graph = torch._C._current_graph_task_id()
+        recomputed = graph != -1 and graph != self.around_forward
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
 
     def read(self, tensor: MaskedTensor) -> Use | None:
@@ -143,15 +144,15 @@ class TrainingStep:
 
     # -------------------------------------------------------------------------------- backward
 
-    def begin(self, tensor: MaskedTensor, root: Tensor) -> bool:
-        """Begins a use's backward, and with the first one the backward pass; whether its gradient is wanted."""
+    def begin(self, tensor: MaskedTensor, root: Tensor, around: int = -1) -> bool:
+        """Begins the backward of a use made ``around`` a pass, and a pass with the first; is its gradient wanted?"""
         with self._lock:
             graph = torch._C._current_graph_task_id()
             current = self._passes.get(graph)
             if current is None:
                 if root.grad_fn is None or not torch._C._will_engine_execute_node(root.grad_fn):
                     return False  # as a backward pass for the gradient of an input alone
-                current = self._passes[graph] = self.start_pass(graph)
+                current = self._passes[graph] = self.start_pass(graph, around)
             if self.reached is not None:
                 self.reached.add(tensor)
             selector = current.selector
@@ -172,8 +173,8 @@ class TrainingStep:
         self.end_pass()
         return grad
 
-    def start_pass(self, graph: int) -> Pass:
-        """Begins a backward pass, by autograd's id of it."""
+    def start_pass(self, graph: int, around: int) -> Pass:
+        """Begins a backward pass, by autograd's id of it, and of the one inside which its uses were made, or -1."""
         return self.pass_kind(self.entries.values.detach(), None if self.selected else self.policy.selector())
 
     def finish(self, current: Pass) -> Tensor:

@@ -44,6 +44,7 @@ class Use:
 
     def __init__(self, tensor: MaskedTensor, root: Tensor, recomputed: bool = False) -> None:
         self.tensor, self.root, self._recomputed, self._number = tensor, root, recomputed, next(_NUMBERS)
+        self._around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
         if not recomputed:
             tensor.waiting.add(self._number)
 
@@ -55,7 +56,7 @@ class Use:
             raise SparsifyError(REENTRANT.format(name=self.tensor.name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
             self.tensor.waiting.discard(self._number)
-        return self.tensor.collector.begin(self.tensor, self.root)
+        return self.tensor.collector.begin(self.tensor, self.root, self._around)
 
     def collect(self, gradient: Gradient) -> None:
         """Hands the gradient over."""

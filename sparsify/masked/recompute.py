@@ -80,11 +80,11 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     if make is None or (make is _layer_norm and _EPS not in node.metadata):
         return None
     try:
-        raw = [getattr(node, f"_raw{name}") for name in inputs]
-        # whether hooks have packed a saved tensor; assumed where an older torch does not tell
-        packed = any(getattr(saved, "unpack_hook", "unknown") is not None for saved in raw)
-        if packed or any(getattr(node, name) is None for name in inputs):
-            return None
+        for name in inputs:
+            raw = getattr(node, f"_raw{name}")
+            # hooks may have packed what is saved, and are assumed where an older torch does not tell
+            if getattr(raw, "unpack_hook", "unknown") is not None or getattr(node, name) is None:
+                return None
     except RuntimeError:  # a backward pass through x is over, and has freed its node's tensors
         return None
     device, mark = x.device, node.metadata.setdefault(_MARK, object())

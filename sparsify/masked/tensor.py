@@ -54,9 +54,8 @@ class ModelTensor(MaskedTensor):
         return (rows[:, None] * self.shape[-1] + torch.arange(self.shape[-1], device=rows.device)).flatten()
 
     def of_rows(self, gradient: Gradient) -> Gradient:
-        """The part of a gradient that is of the trained ``rows``, if not all of it is."""
-        if self.rows is None:
-            return gradient
+        """The part of a gradient that is of the trained ``rows``."""
+        assert self.rows is not None
         rows = upload(self.rows, gradient.device)
         if isinstance(gradient, Product) and gradient.looked_up is None:
             return DenseGradient(gradient.left[:, rows].t() @ gradient.right, rows)
@@ -80,7 +79,7 @@ class ModelTensor(MaskedTensor):
         return read_own_entries(self.parameter, indices) if is_shard(self.parameter) else self.take(indices)
 
     def take(self, indices: Tensor) -> Tensor:
-        return read_entries(self.parameter, indices)
+        return read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
 
     def write(self, values: Tensor) -> None:
         write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))

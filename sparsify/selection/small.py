@@ -5,6 +5,7 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class BatchingPass(Pass):
 
     def __init__(self, values: Tensor, selector: Any) -> None:
         super().__init__(values, selector)
-        self._small: dict[torch.device, SmallGradients] = {}
+        self._small: defaultdict[torch.device, SmallGradients] = defaultdict(SmallGradients)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         selector: Any = self.selector
@@ -38,7 +39,7 @@ class BatchingPass(Pass):
                 selector.skip(tensor)
         elif is_small(tensor) and (selector is None or selector.batches_small) and tensor not in self.settled:
             self.settled.add(tensor)
-            self._small.setdefault(gradient.device, SmallGradients()).add(tensor, gradient)
+            self._small[gradient.device].add(tensor, gradient)
         else:
             super().settle(tensor, gradient)
 

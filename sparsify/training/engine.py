@@ -53,12 +53,10 @@ COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's p
 
 
 class _Forward(threading.local):
-    """The root's forward passes in one thread, by the backward passes around them, as cached losses run it; or -1."""
-
-    around = -1  # of the last part that ran
+    """The root's forward passes in one thread that have begun and not ended."""
 
     def __init__(self) -> None:
-        self.running: list[int] = []  # of those that have begun and not ended
+        self.running: list[int] = []  # by the backward passes around them, as cached losses run it; or -1
 
 
 class Engine(TrainingStep):
@@ -177,9 +175,11 @@ class Engine(TrainingStep):
         if torch.compiler.is_dynamo_compiling():
             self.compiled.enter()
         else:
-            self.weights.freeze()
-            self.refresh()
-            self.root_anchor()
+            check_not_exported()
+            with torch._C.DisableTorchFunctionSubclass():  # for reads of masked parameters
+                self.weights.freeze()
+                self.refresh()
+            super().root_anchor()
             self._forward.running.append(torch._C._current_graph_task_id())
 
     def leave(self) -> None:
@@ -188,11 +188,11 @@ class Engine(TrainingStep):
         if not torch.compiler.is_dynamo_compiling():
             del self._forward.running[-1:]
 
-    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
-        if not self._forward.running:  # else the root's forward has checked it
-            check_not_exported()
-        self._forward.around = torch._C._current_graph_task_id()
-        return super().uses(tensors)
+    def root_anchor(self) -> Tensor:
+        if self._forward.running and self.current_root is not None:  # the root's forward has checked it
+            return self.current_root.output
+        check_not_exported()
+        return super().root_anchor()
 
     def read(self, tensor: MaskedTensor) -> Use | None:
         use = super().read(tensor)
@@ -204,7 +204,7 @@ class Engine(TrainingStep):
 
     # -------------------------------------------------------------------------------- backward
 
-    def start_pass(self, graph: int) -> Pass:
+    def start_pass(self, graph: int, around: int) -> Pass:
         if vars(self.root).get(ENGINE) is not self:
             raise SparsifyError("this graph was built before desparsify(): compute the loss again.")
         check_trained(self, "backward()")
@@ -217,18 +217,18 @@ class Engine(TrainingStep):
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
         for other in [each for each in self._passes if self._begun[each][0] == thread]:
-            if other != self._forward.around:
+            if other != around:
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         if isinstance(self.policy, AccumulatingPolicy):
             self.selected = self.policy.reopen(self.selected)
         with self.streams.joined(self.values.device):
-            current = super().start_pass(graph)
-        self._begun[graph] = thread, self.unmasked
+            current = super().start_pass(graph, around)
+        self._begun[graph] = thread, self.entries.count
         return current
 
     def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
         with self._section(COLLECT, gradient.device):
-            super().collect(tensor, tensor.of_rows(gradient))
+            super().collect(tensor, gradient if tensor.rows is None else tensor.of_rows(gradient))
 
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):
@@ -253,7 +253,7 @@ class Engine(TrainingStep):
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
         if not winners.ids.numel():
             self._select.warn_of_none(self.policy)
-        self._selected_from, self._had_dropped = self.unmasked, False
+        self._selected_from, self._had_dropped = self.entries.count, False
         with uninterrupted():
             super().unmask(winners, counts, grad)
 
@@ -263,7 +263,7 @@ class Engine(TrainingStep):
         return agree(self.entries, self.ranks, winners, finite)
 
     def finish(self, current: Pass) -> Tensor:
-        if self._begun.pop(torch._C._current_graph_task_id())[1] != self.unmasked:
+        if self._begun.pop(torch._C._current_graph_task_id())[1] != self.entries.count:
             raise SparsifyError(OVERLAPPING)
         if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
             self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
@@ -278,7 +278,7 @@ class Engine(TrainingStep):
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written
-        first = self.unmasked
+        first = self.entries.count
         if self.sharded:
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
             _after_pass(lambda: read_base(self.tensors, self.entries, self.ranks, first))
@@ -331,7 +331,8 @@ class Engine(TrainingStep):
         if self.weights.loaded and not self.paused:  # by a part of the model
             self.state_loaded(has_entries=self.loading[0])
         if not self.entries.catch_up(by_value=by_value):
-            self._mask_dropped()
+            if self.selected:
+                self._mask_dropped()
             return
         check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
@@ -352,7 +353,7 @@ class Engine(TrainingStep):
 
     def _mask_dropped(self) -> None:
         """Masks again what the step in progress has unmasked, if the gradient was dropped."""
-        if not self.selected or self.paused or self._passes:
+        if self.paused or self._passes:
             return
         with self._lock:  # of several threads that run forward, one masks them
             if self._has_dropped():
@@ -369,6 +370,7 @@ class Engine(TrainingStep):
     def state_loaded(self, *, has_entries: bool = True) -> None:
         """Brings everything in step after a state dict was loaded."""
         plain, self.loading = self.weights.end_load(has_entries), (False, "", None)
+        self.current_root = None  # the flat delta may be another one
         self.entries.read()
         self.restart()
         self.weights.adopt(plain, self.base_digests)

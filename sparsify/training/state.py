@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
+from sparsify.common.shards import is_fully_sharded
 from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
 from sparsify.delta.format import replace_file
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.compiled import check_not_exported
 from sparsify.training.distributed import check_sharding
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
@@ -86,9 +86,8 @@ def remove_hooks(engine: Engine) -> None:
 def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
         raise SparsifyError("replicated by nn.DataParallel, the model trains nothing; set CUDA_VISIBLE_DEVICES to one.")
-    check_not_exported()
     engine: Engine = root.__dict__[ENGINE]
-    if engine.sharded and not engine.was_sharded:
+    if not engine.was_sharded and is_fully_sharded(root):
         check_sharding(engine.root, engine.tensors)
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
@@ -99,7 +98,8 @@ def _before_forward(root: nn.Module, args: Any) -> None:
 def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.leave()
-    if torch.is_grad_enabled() and _was_frozen(engine):
+    trains = engine.current_root is None or engine.current_root.output.requires_grad
+    if not trains and torch.is_grad_enabled() and _was_frozen(engine):
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(_refuse_frozen)
@@ -107,7 +107,7 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
 
 def _was_frozen(engine: Engine) -> bool:
     """Whether only parameters that are in no delta train, as after get_peft_model(); with none it is on purpose."""
-    if engine.entries.values.requires_grad or engine.paused:
+    if engine.paused:
         return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
     return any(

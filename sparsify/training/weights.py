@@ -170,13 +170,12 @@ class EffectiveWeights:
 
     def freeze(self) -> None:
         """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in self._tensors:
-                parameter = tensor.parameter
-                if parameter.is_meta:
-                    raise SparsifyError(OFFLOADED.format(name=tensor.name))
-                if parameter.requires_grad:
-                    parameter.requires_grad_(False)
+        for tensor in self._tensors:
+            parameter = tensor.parameter
+            if parameter.is_meta:
+                raise SparsifyError(OFFLOADED.format(name=tensor.name))
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
 
     def write_base(self) -> None:
         self.reshard()

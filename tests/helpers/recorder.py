@@ -29,7 +29,7 @@ class Recorder:
     def read(self, tensor):
         return self.uses([tensor])[0]
 
-    def begin(self, tensor, root):
+    def begin(self, tensor, root, around=-1):
         self.begun.append(tensor.name)
         return self.wanted
 
