@@ -19,23 +19,18 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
 
 
 def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
-    """Counts a use of each masked parameter in the module's forward.
+    """Counts a use of each masked parameter in the module's forward; returns both by attribute name.
 
-    Returns:
-        By attribute name the parameter, detached, since PEFT, for one, sets ``requires_grad`` again; and its use,
-        ``None`` where no gradient will be collected. A tensor that ``functional_call()`` has put in its place is
-        returned as it is.
+    The parameter is detached, since PEFT, for one, sets ``requires_grad`` again, but for a tensor that
+    ``functional_call()`` has put in its place. The use is ``None`` where no gradient will be collected.
     """
     tensors: dict[str, MaskedTensor] = module.__dict__[TENSORS]
     parameters: Any = module._parameters  # ReadParameters
-    first: MaskedTensor = next(iter(tensors.values()))
-    uses = first.collector.uses(tensors.values())
+    uses = next(iter(tensors.values())).collector.uses(tensors.values())
     found = {}
     with torch._C.DisableTorchFunctionSubclass():  # which takes longer than the use
         for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
             parameter = parameters.get(attribute)
-            if parameter is None or (parameter.shape != tensor.shape and tensor.shape_now != tensor.shape):
-                tensor.check_shape(parameter)
             is_own = parameter is tensor.parameter
             found[attribute] = (parameter.detach(), use) if is_own else (parameter, None)
     return found

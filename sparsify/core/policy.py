@@ -88,9 +88,6 @@ class Policy:
         """Takes note of a step's winners, and returns those that get the next free slots, in this order."""
         return winners
 
-    def restart(self) -> None:
-        """Forgets what depends on the unmasked set, which is another one now."""
-
 
 class IncrementPolicy(Policy):
     """increment-S: a step unmasks up to the schedule's target and masks nothing (the paper's Algorithm 1)."""

@@ -112,8 +112,6 @@ class TrainingStep:
         for tensor in tensors:
             tensor.collector = self
 
-    # -------------------------------------------------------------------------------- forward
-
     def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
         """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
         root = self.root_anchor()
@@ -127,22 +125,14 @@ class TrainingStep:
         recomputed = graph != -1 and graph != self.around_forward
         return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
 
-    def read(self, tensor: MaskedTensor) -> Use | None:
-        """Counts a use of a tensor by anything but a masked layer."""
-        return self.uses([tensor])[0]
-
     def root_anchor(self) -> Tensor:
         """(1,) that of the flat delta as it is now."""
-        values, root = self.entries.values, self.current_root
-        if root is None or not root.serves(values):
-            with self._lock:  # one root for the forward passes of all threads
-                root = self.current_root
-                if root is None or not root.serves(values):
-                    self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
-                    root = self.current_root = Root(values, self)
-        return root.output
-
-    # -------------------------------------------------------------------------------- backward
+        values = self.entries.values
+        with self._lock:  # one root for the forward passes of all threads
+            if self.current_root is None or not self.current_root.serves(values):
+                self.current_root = None  # releases autograd's accumulator of a flat delta that was cast since
+                self.current_root = Root(values, self)
+            return self.current_root.output
 
     def begin(self, tensor: MaskedTensor, root: Tensor, around: int = -1) -> bool:
         """Begins the backward of a use made ``around`` a pass, and a pass with the first; is its gradient wanted?"""
@@ -170,7 +160,6 @@ class TrainingStep:
             current.settle_rest()
             grad = self.finish(current)
             self.passes += 1
-        self.end_pass()
         return grad
 
     def start_pass(self, graph: int, around: int) -> Pass:
@@ -198,9 +187,6 @@ class TrainingStep:
         self.selected = True
 
     # -------------------------------------------------------------------------------- what a larger run replaces
-
-    def end_pass(self) -> None:
-        """A backward pass has ended."""
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""

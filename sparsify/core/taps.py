@@ -13,6 +13,12 @@ from torch import Tensor, nn
 
 from sparsify.core.gradients import tap_gradient
 from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.errors import SparsifyError
+
+CHANGED = (
+    "`{name}` {problem}; resize embeddings, and call parametrizations, weight_norm() and pruning, before sparsify(). "
+    "FullyShardedDataParallel (FSDP1) flattens weights: use fully_shard() (FSDP2)."
+)
 
 
 class _Tap(torch.autograd.Function):
@@ -30,7 +36,7 @@ class _Tap(torch.autograd.Function):
 
 def tap(parameter: Any, tensor: MaskedTensor) -> Any:
     """Returns a tap of a masked parameter; its values alone where no gradient will be collected."""
-    use = tensor.collector.read(tensor)
+    (use,) = tensor.collector.uses([tensor])
     with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
         read = parameter.detach()
     read = read if use is None else _Tap.apply(read, use, use.root)
@@ -64,7 +70,8 @@ class ReadParameters(dict[str, Any]):
         if torch.compiler.is_dynamo_compiling():
             return tensor.collector.compiled.tap(tensor, parameter) if parameter.is_leaf else parameter
         is_own = parameter is tensor.parameter  # not one that functional_call() has put in its place
-        return tap(parameter, tensor) if is_own and torch.is_grad_enabled() and tensor.collector.in_forward else parameter
+        is_use = is_own and torch.is_grad_enabled() and tensor.collector.in_forward
+        return tap(parameter, tensor) if is_use else parameter
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:
         if isinstance(getattr(getattr(parameter, "grad_fn", None), "use", None), Use):
@@ -79,7 +86,8 @@ class ReadParameters(dict[str, Any]):
         tensor = self.tensors.get(attribute)
         if tensor is not None and tensor.owner._parameters is self:
             if not isinstance(tensor.owner, (nn.ParameterDict, nn.ParameterList)):
-                tensor.check_shape(None)  # raises: something else would be computed with it
+                problem = f"was taken from its module ({type(tensor.owner).__name__}) after sparsify()"
+                raise SparsifyError(CHANGED.format(name=tensor.name, problem=problem))
             del self.tensors[attribute]
             tensor.owner = nn.ParameterDict({attribute: tensor.parameter})
         super().__delitem__(attribute)

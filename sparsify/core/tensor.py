@@ -109,11 +109,6 @@ class MaskedTensor:
         return as_matrix(self.weight)
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        cols = self.shape[-1] if self.shape else 1
-        return self.numel // max(1, cols), cols
-
-    @property
     def count(self) -> int:
         """Number of unmasked entries."""
         return self.collector.entries.counts[self.number]
@@ -158,16 +153,3 @@ class MaskedTensor:
     def write(self, values: Tensor) -> None:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""
         put(self.parameter.detach(), self.indices, values.to(self.parameter.device, self.dtype))
-
-    def check_shape(self, parameter: Tensor | None) -> None:
-        """Raises ``SparsifyError`` if a module's parameter is gone, or has another shape than at sparsify()."""
-        if parameter is None:
-            problem = f"was taken from its module ({type(self.owner).__name__}) after sparsify()"
-        elif self.shape_now != self.shape:
-            problem = f"had shape {tuple(self.shape)} at sparsify() and has {tuple(self.shape_now)} now"
-        else:
-            return
-        raise SparsifyError(
-            f"`{self.name}` {problem}; resize embeddings, and call parametrizations, weight_norm() and pruning, before "
-            "sparsify(). FullyShardedDataParallel (FSDP1) flattens weights: use fully_shard() (FSDP2)."
-        )

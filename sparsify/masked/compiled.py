@@ -51,7 +51,9 @@ def _gradient(kind: str, x: Any, grad_y: Tensor, shape: torch.Size) -> Gradient:
 @torch.compiler.assume_constant_result
 def made_ready(handle: Tensor) -> bool:
     """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
-    tensor_of(handle).collector.uses(())  # refuses to be exported, too
+    collector: Any = tensor_of(handle).collector
+    collector.weights.freeze()
+    collector.uses(())  # refuses to be exported, too
     return True
 
 

@@ -47,8 +47,11 @@ class MaskedParameter(nn.Parameter):
 
         def tapped(parameter: MaskedParameter) -> Any:
             tensor = _TENSORS[parameter]() if parameter in _TENSORS else None
-            taps.append((parameter.detach() if tensor is None else tap(parameter, tensor), parameter))
-            return taps[-1][0]
+            read = parameter.detach() if tensor is None else tap(parameter, tensor)
+            if tensor is not None and read.grad_fn is not None:
+                tensor.collector.warn_of_read(tensor)
+            taps.append((read, parameter))
+            return read
 
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(MaskedParameter, tapped, (args, kwargs))

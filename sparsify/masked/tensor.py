@@ -39,6 +39,12 @@ class ModelTensor(MaskedTensor):
         return torch.tensor(number, device="cpu")
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """That of ``matrix``, which a sharded weight would be gathered for."""
+        cols = self.shape[-1] if self.shape else 1
+        return self.numel // max(1, cols), cols
+
+    @property
     def num_candidates(self) -> int:
         """Number of entries that may be unmasked."""
         if self.rows is not None:

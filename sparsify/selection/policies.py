@@ -139,9 +139,6 @@ class RepeatPolicy(Policy):
         self.active[first : first + new.numel()] = True
         return Winners(ids[new], winners.grads[new])
 
-    def restart(self) -> None:
-        self.active = None
-
 
 class AccumulatingSelector(StreamingSelector):
     """Selects by the gradients of a pass, plus those of earlier passes at the ``known`` candidates."""

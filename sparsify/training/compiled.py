@@ -107,7 +107,6 @@ class CompiledGraphs:
 
     def count_use(self, tensor: ModelTensor) -> None:
         """Counts a use as its graph runs forward; a part that runs again inside a backward pass is checkpointing's."""
-        tensor.check_shape(tensor.parameter)
         graph = torch._C._current_graph_task_id()
         if graph in (-1, self._step.around_forward):
             self._uses[tensor].append(Use(tensor, self._step.root_anchor()))

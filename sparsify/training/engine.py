@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen, parameters_of
 from sparsify.core.step import Pass, TrainingStep, read_weights
-from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
@@ -194,13 +194,11 @@ class Engine(TrainingStep):
         check_not_exported()
         return super().root_anchor()
 
-    def read(self, tensor: MaskedTensor) -> Use | None:
-        use = super().read(tensor)
-        outside = not self._forward.running and isinstance(tensor.owner, (nn.Linear, nn.Embedding))
-        if use is not None and outside and not self._warned_of_read and torch._C._current_graph_task_id() == -1:
+    def warn_of_read(self, tensor: MaskedTensor) -> None:
+        """Warns once of a layer's weight that is read outside of the model's forward, and of its recomputation."""
+        if not self._warned_of_read and not self.in_forward and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
             self._warned_of_read = True
             warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=4)
-        return use
 
     # -------------------------------------------------------------------------------- backward
 
@@ -235,6 +233,8 @@ class Engine(TrainingStep):
             grad = super().commit()
         if self.selected and not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may be used again
             _after_pass(lambda: optimizer_steps.note_gradient(self, self.weights.writes))
+        self.compiled.pass_done()
+        release_memory()
         self.streams.forget()
         return grad
 
@@ -271,10 +271,6 @@ class Engine(TrainingStep):
         if self.policy.active is not None:
             grad.masked_fill_(~self.policy.active, 0)
         return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
-
-    def end_pass(self) -> None:
-        self.compiled.pass_done()
-        release_memory()
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written
@@ -377,7 +373,7 @@ class Engine(TrainingStep):
 
     def restart(self) -> None:
         """The next backward pass begins a step, of an unmasked set that is another one now."""
-        self.policy.restart()
+        self.policy.active = None
         self._select.restart()
         self.selected, self.passes = False, 0
         for tensor in self.tensors if self.policy.static else ():

@@ -109,8 +109,10 @@ def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
 
 def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's present step, or one within it, has been counted."""
-    begun = next((each for each in reversed(_STEPS.begun) if each.optimizer() is optimizer), None)
-    return begun is not None and step in begun.counted
+    for each in reversed(_STEPS.begun):
+        if each.optimizer() is optimizer:
+            return step in each.counted
+    return False
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:
@@ -152,10 +154,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     steps = listening()
     if not steps or torch.compiler.is_dynamo_compiling():
         return
-    held = set(map(id, parameters := parameters_of(optimizer)))
+    held, trains = set(map(id, parameters := parameters_of(optimizer))), False
     for step in steps:
         values = step.entries.values
         if id(values) in held:
+            trains = True
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
             if values.grad is not None:
@@ -166,7 +169,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
             if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
                 raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
-    if [step for step in steps if id(step.entries.values) in held]:
+    if trains:
         _OPTIMIZERS.add(optimizer)
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
         _STEPS.begun.append(_Step(optimizer, has_closure=has_closure))

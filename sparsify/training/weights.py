@@ -23,6 +23,7 @@ from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.core.devices import runs_ahead
 from sparsify.core.module import masked_tensors
 from sparsify.core.step import TrainingStep
+from sparsify.core.taps import CHANGED
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
@@ -169,11 +170,14 @@ class EffectiveWeights:
         self._written = None
 
     def freeze(self) -> None:
-        """Sets ``requires_grad`` to False again, which PEFT sets to True as it switches adapters."""
+        """Sets ``requires_grad`` to False again, which PEFT sets to True; raises where parameters cannot be trained."""
         for tensor in self._tensors:
             parameter = tensor.parameter
             if parameter.is_meta:
                 raise SparsifyError(OFFLOADED.format(name=tensor.name))
+            if parameter.shape != tensor.shape and tensor.shape_now != tensor.shape:
+                problem = f"had shape {tuple(tensor.shape)} at sparsify() and has {tuple(tensor.shape_now)} now"
+                raise SparsifyError(CHANGED.format(name=tensor.name, problem=problem))
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
 
