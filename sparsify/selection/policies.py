@@ -26,7 +26,8 @@ from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
 from sparsify.strategies.strategy import Increment, Repeat, Selection
 
-_KEPT = 8  # candidates for each entry that a step unmasks by the gradients of all its passes
+# candidates that are kept of a step's passes: so many for each entry that it unmasks, and at least
+_KEPT, _LEAST_KEPT = 8, 1 << 16
 
 
 class RankedSelector(Selector):
@@ -196,7 +197,8 @@ class AccumulatingPolicy(IncrementPolicy):
         return super().growing() or self._step == self.entries.step
 
     def quota(self) -> int:
-        return _KEPT * super().quota()
+        number = super().quota()
+        return max(_KEPT * number, _LEAST_KEPT) if number else 0
 
     def unmask(self, winners: Winners) -> Winners:
         self.known, self._first, self._step = winners, self.entries.count, self.entries.step

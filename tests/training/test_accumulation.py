@@ -56,8 +56,7 @@ ALL = Strategy(D3(exp=2, eps=1), Increment(select="all"))
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "gpt2"])  # with small tensors, embeddings, a tied table
-def test_all_passes_choose_as_one_large_batch_if_all_candidates_are_kept(name, monkeypatch):
-    monkeypatch.setattr(policies, "_KEPT", 10**6)
+def test_all_passes_choose_as_one_large_batch_where_all_candidates_are_kept(name):
     model, batches = build(name, dtype=torch.float64)
     large, small = sparsify(copy.deepcopy(model), BUDGET, steps=STEPS), sparsify(model, BUDGET, ALL, steps=STEPS)
     optimizers = [torch.optim.AdamW([each.sparse_values], lr=1e-2) for each in (large, small)]
@@ -73,7 +72,8 @@ def test_all_passes_choose_as_one_large_batch_if_all_candidates_are_kept(name, m
     assert summary(small, verify=True).verification.ok
 
 
-def test_most_entries_that_all_passes_choose_are_those_of_the_large_batch():
+def test_most_entries_that_all_passes_choose_are_those_of_the_large_batch(monkeypatch):
+    monkeypatch.setattr(policies, "_LEAST_KEPT", 1)  # less than the model has
     torch.manual_seed(0)
     base = torch.nn.Sequential(torch.nn.Linear(20, 80), torch.nn.ReLU(), torch.nn.Linear(80, 3))
     inputs, sets = torch.randn(32, 20), []
