@@ -47,7 +47,7 @@ class BatchingPass(Pass):
         super().settle_rest()
         for small in self._small.values():
             entries = small.tensors[0].collector.entries
-            slots, indices = zip(*(entries.of(tensor.number) for tensor in small.tensors), strict=True)
+            slots, indices = zip(*[entries.of(tensor.number) for tensor in small.tensors], strict=True)
             self.grad[torch.cat(slots).to(self.grad.device)] += small.take(indices).to(self.grad)
             if self.selector is not None:
                 self.selector.offer_small(small)  # type: ignore[attr-defined]

@@ -219,7 +219,7 @@ class Engine(TrainingStep):
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         if isinstance(self.policy, AccumulatingPolicy):
             self.selected = self.policy.reopen(self.selected)
-        with self.streams.joined(self.values.device):
+        with self._section(COLLECT, self.values.device):
             current = super().start_pass(graph, around)
         self._begun[graph] = thread, self.entries.count
         return current
