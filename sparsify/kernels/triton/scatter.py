@@ -33,7 +33,7 @@ def scatter(
         torch.autograd.graph.increment_version(weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _scatter(addresses, indices, values, number, block: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     address = tl.load(addresses + entry, mask=entry < number, other=0)

@@ -31,7 +31,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     return partial.sum(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _sddmm(
     left, right, indices, partial, tokens, number, cols,
     entries: tl.constexpr, at_once: tl.constexpr, share: tl.constexpr,

@@ -56,7 +56,7 @@ def store(ids, scores, grads, weights, target, own, score, g, w, keep):
     tl.store(weights + target, w, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "stop", "offset", "cols"])
 def _select(
     weight, grad, rows, entry_ids, start, stop, offset, cols, eps, exp,
     ids, scores, grads, weights, count, threshold, finite,
@@ -90,7 +90,7 @@ def _select(
         store(ids, scores, grads, weights, target, own, score, g, w, keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "limit", "id_bits"])
 def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_bits, block: tl.constexpr):
     number = tl.load(count).to(tl.int32)
     if number > limit:
