@@ -86,7 +86,7 @@ def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
         return _Linear.apply(x, weight, bias, call, None if use is None else use.root)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def linear(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
     """Computes the plain layer's output, bit for bit: ``nn.Linear``'s, or if ``transposed`` transformers' Conv1D's."""
     if not transposed:
         return F.linear(x, weight, bias)

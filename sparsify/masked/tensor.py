@@ -39,12 +39,6 @@ class ModelTensor(MaskedTensor):
         return torch.tensor(number, device="cpu")
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """That of ``matrix``, which a sharded weight would be gathered for."""
-        cols = self.shape[-1] if self.shape else 1
-        return self.numel // max(1, cols), cols
-
-    @property
     def num_candidates(self) -> int:
         """Number of entries that may be unmasked."""
         if self.rows is not None:
@@ -98,6 +92,12 @@ class ModelTensor(MaskedTensor):
     def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
         write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+
+
+def matrix_shape(tensor: MaskedTensor) -> tuple[int, int]:
+    """That of a tensor's ``matrix``, which a sharded weight would be gathered for."""
+    cols = tensor.shape[-1] if tensor.shape else 1
+    return tensor.numel // max(1, cols), cols
 
 
 def tensor_of(handle: Tensor) -> ModelTensor:

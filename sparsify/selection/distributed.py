@@ -16,6 +16,7 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
+from sparsify.masked.tensor import matrix_shape
 from sparsify.selection.device_topk import DeviceTopK, keep_best
 from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
 from sparsify.selection.small import SmallGradients, is_small
@@ -68,7 +69,7 @@ class RanksSelector(StreamingSelector):
     def skip(self, tensor: MaskedTensor) -> None:
         if tensor not in self._small:
             none = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-            self.offer(tensor, DenseGradient(torch.zeros(0, tensor.matrix_shape[1], device=none.device), none))
+            self.offer(tensor, DenseGradient(torch.zeros(0, matrix_shape(tensor)[1], device=none.device), none))
 
     def offer_small(self, small: SmallGradients) -> None:
         self._small.update(zip(small.tensors, map(DenseGradient, map(as_matrix, small.values)), strict=True))
@@ -82,7 +83,7 @@ class RanksSelector(StreamingSelector):
 
     def _offer_mean(self, tensor: MaskedTensor, rows_of: Callable[[int, int], Tensor]) -> None:
         """Averages a gradient some rows at a time, which ``rows_of`` computes from a start to a stop, and offers it."""
-        (height, cols), entries = tensor.matrix_shape, tensor.matrix.reshape(-1)
+        (height, cols), entries = matrix_shape(tensor), tensor.matrix.reshape(-1)
         ranks = num_ranks()
         at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
         for start in range(0, height, at_once):
@@ -93,7 +94,7 @@ class RanksSelector(StreamingSelector):
         by_device: dict[torch.device, SmallGradients] = {}
         for tensor, gradient in self._small.items():
             device = tensor.parameter.device
-            own = gradient or DenseGradient(torch.zeros(tensor.matrix_shape, dtype=self._dtype, device=device))
+            own = gradient or DenseGradient(torch.zeros(matrix_shape(tensor), dtype=self._dtype, device=device))
             by_device.setdefault(device, SmallGradients()).add(tensor, own)
         for small in by_device.values():
             self._work.dense += small.numel

@@ -19,6 +19,7 @@ from sparsify.core.policy import Selector
 from sparsify.core.tensor import MaskedTensor
 from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
 from sparsify.kernels.sddmm import sampling_pays, sddmm
+from sparsify.masked.tensor import matrix_shape
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.small import SmallGradients
 
@@ -108,7 +109,7 @@ class StreamingSelector(Selector):
     def _offer_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
         """Offers a large product in blocks of rows; returns the gradient of the unmasked entries (k,)."""
         self._work.dense += gradient.numel
-        (height, cols), weight = tensor.matrix_shape, tensor.matrix
+        (height, cols), weight = matrix_shape(tensor), tensor.matrix
         blocks, at_once = RowBlocks(gradient, tensor.indices, excluded), max(1, MOST_MULTIPLIED // cols)
         for start in range(0, height, at_once):
             values = blocks.rows(start, min(start + at_once, height))

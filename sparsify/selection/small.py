@@ -16,6 +16,7 @@ from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
+from sparsify.masked.tensor import matrix_shape
 
 LARGEST = 1 << 14  # entries of a small tensor
 
@@ -66,7 +67,7 @@ class SmallGradients:
         """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
         gradient = gradient.dense()
         if gradient.rows is not None:
-            gradient = DenseGradient(gradient.values.new_zeros(tensor.matrix_shape)).add(gradient)
+            gradient = DenseGradient(gradient.values.new_zeros(matrix_shape(tensor))).add(gradient)
         self.tensors.append(tensor)
         self.values.append(gradient.own().values.reshape(-1))
         self._starts.append(self.numel)
