@@ -24,10 +24,10 @@ from sparsify.api import (
 from sparsify.core.importance import D3
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
+from sparsify.delta.algebra import merge_deltas
 from sparsify.delta.overlap import overlap
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
-from sparsify.delta.ties import merge_deltas
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance

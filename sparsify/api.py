@@ -15,16 +15,23 @@ from sparsify.common.quantized import is_quantized
 from sparsify.core.install import values_dtype
 from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
-from sparsify.selection.static import check_new, find_given, select_static, zero_others
-from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
-from sparsify.strategies.calibration import Calibration, LossFunction
-from sparsify.strategies.strategy import Given, Prune, Static, Strategy, resolve_schedule, resolve_strategy
+from sparsify.selection.static import Calibration, LossFunction, check_new, find_given, select_static, zero_others
+from sparsify.strategies.strategy import (
+    Given,
+    Prune,
+    Static,
+    Strategy,
+    check_steps,
+    resolve_budget,
+    resolve_capacity,
+    resolve_schedule,
+    resolve_strategy,
+)
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
 from sparsify.training.install import install, uninstall
-from sparsify.training.new_parameters import find_new, find_resized
-from sparsify.training.plan import Plan, check_candidates, check_model, mask_candidates
+from sparsify.training.plan import Plan, check_candidates, check_model, find_new, find_resized, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.settings import extend as extend_run
 from sparsify.training.state import trained_state_of

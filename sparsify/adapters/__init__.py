@@ -6,8 +6,7 @@
 Their projections are ``nn.Linear`` modules, which ``sparsify(model, ...)`` masks like any other.
 """
 
-from sparsify.adapters.bottleneck import Adapter, AdapterConfig
 from sparsify.adapters.files import load_adapters, save_adapters
-from sparsify.adapters.insert import add_adapters, remove_adapters
+from sparsify.adapters.insert import Adapter, AdapterConfig, add_adapters, remove_adapters
 
 __all__ = ["Adapter", "AdapterConfig", "add_adapters", "load_adapters", "remove_adapters", "save_adapters"]

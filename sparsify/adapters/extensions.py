@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsify.adapters.bottleneck import Adapter, AdapterConfig
-from sparsify.adapters.insert import insert_adapters
+from sparsify.adapters.insert import Adapter, AdapterConfig, insert_adapters
 from sparsify.common.names import named_tensors, plain_model
-from sparsify.delta.metadata import ADAPTERS_KEY, PEFT_KEY
+from sparsify.delta.format import ADAPTERS_KEY, PEFT_KEY
 from sparsify.delta.patch_plan import check_has_values
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 

@@ -12,8 +12,16 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from sparsify.adapters.bottleneck import KINDS, Adapter, AdapterConfig
-from sparsify.adapters.insert import Model, check_without_adapters, find_adapters, find_places, insert_adapters
+from sparsify.adapters.insert import (
+    KINDS,
+    Adapter,
+    AdapterConfig,
+    Model,
+    check_without_adapters,
+    find_adapters,
+    find_places,
+    insert_adapters,
+)
 from sparsify.common.names import near_names, plain_model, plain_name
 from sparsify.delta.checkpoint.reader import read_json
 from sparsify.delta.format import replace_file

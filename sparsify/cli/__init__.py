@@ -8,8 +8,7 @@ import warnings
 from typing import Any
 
 from sparsify import __version__
-from sparsify.common.extras import MissingExtraError, require
-from sparsify.errors import SparsifyError
+from sparsify.errors import MissingExtraError, SparsifyError, require
 
 
 def make_app() -> Any:

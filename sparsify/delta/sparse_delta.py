@@ -22,10 +22,9 @@ from sparsify.delta.algebra import Summable
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.merge import merge
-from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, check_not_extended
+from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
+from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
-from sparsify.delta.patches import CheckReport, WeightPatch, check_base, make_patches
 from sparsify.delta.peft_files import read_adapter
 from sparsify.errors import SparsifyError
 

@@ -1,8 +1,15 @@
 """Selects by gradients that are computed only as far as their entries could be among the best.
 
-On a CPU the norms of a product's factors rule out most of it (``kernels/norm_bound.py``). The rest is multiplied, and
-offered to the top-k, which sees what the full product would have shown it. On a GPU a large product is multiplied out
-in blocks of rows.
+On a CPU the norms of a product's factors rule out most of it. The rest is multiplied, and offered to the top-k, which
+sees what the full product would have shown it. Any scales s > 0 of the tokens bound an entry (Cauchy-Schwarz):
+
+    |sum_t l_ti r_tj| <= sum_t |l_ti s_t| |r_tj / s_t| <= L_i R_j       with the norms L_i = |l_i s|, R_j = |r_j / s|
+
+and the sum of all L_i^2 R_j^2 is least for s_t^2 = |r_t| / |l_t|, the norms of the token's own rows. With rows and
+columns in the order of their norms, the entries that could reach the threshold form a staircase in one corner. Its size
+is first estimated by some rows and columns: where too much would be left, this takes a hundredth of the product's time.
+
+On a GPU a large product is multiplied out in blocks of rows.
 """
 
 from __future__ import annotations
@@ -17,12 +24,20 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
 from sparsify.core.policy import Selector
 from sparsify.core.tensor import MaskedTensor
-from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
-from sparsify.kernels.sddmm import sampling_pays, sddmm
+from sparsify.kernels.sddmm import ENTRY, FACTORS, sampling_pays, sddmm
 from sparsify.masked.tensor import matrix_shape
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.small import SmallGradients
 
+SCREENED = (torch.float32, torch.bfloat16)  # dtypes
+# costs on a CPU, counted as in ``kernels/sddmm.py``; deliberately overestimated
+NORMS = 48  # of each row and column
+TILE = 1.5  # of each entry that is multiplied and compared
+SQUARES_UNDERFLOW = 2.0**-63  # the square of a smaller number is lost: a norm is taken to be sqrt(n) times this larger
+LARGEST_SCALE = 2.0**40  # of a token; its square and that of its inverse are far from overflow and underflow
+NUMBERS_AT_ONCE = 1 << 18  # of a factor, scaled and squared together: they stay in a cache
+SAMPLE = 32  # rows, and columns, by which the staircase is estimated
+STEP = 128  # rows of a step of the staircase
 MOST_MULTIPLIED = 1 << 26  # entries of a product that a GPU has in memory at once
 SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
@@ -169,3 +184,65 @@ class RowBlocks:
         self.taken = self.taken + block.take(self._unmasked)
         block.clear(self._excluded)
         return block.values
+
+
+def screening_limit(left: Tensor, right: Tensor, sampled: int) -> int:
+    """Number of entries that screening may multiply at the dense product's cost, which it samples from too."""
+    if left.device.type != "cpu" or left.dtype not in SCREENED:
+        return 0
+    rows, cols, factor = left.shape[1], right.shape[1], FACTORS.get(left.dtype, 1)
+    return max(0, int((rows * cols / factor - NORMS * (rows + cols) - ENTRY * sampled) / TILE))
+
+
+def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Finds where abs(entry) of left^T right, (n, rows) and (n, cols), could reach the thresholds ``least`` (rows,).
+
+    Returns:
+        The steps, each as some rows (r,) int64 and the columns (c,) int64 where these could: those of the first step,
+        or a beginning of them. ``None`` for more than ``most`` entries, or where one might not be finite.
+    """
+    rows, cols = left.shape[1], right.shape[1]
+    of_left, of_right = _token_norms(left), _token_norms(right)
+    every, other = rows // SAMPLE or 1, cols // SAMPLE or 1
+    row_norm, column_norm = _norms(left[:, ::every], right[:, ::other], of_left, of_right)
+    share = (row_norm[:, None] * column_norm >= least[::every, None]).float().mean()
+    if float(share) * rows * cols > most:
+        return None
+    row_norm, column_norm = _norms(left, right, of_left, of_right)
+    if not (2 * row_norm.max() * column_norm.max()).isfinite():
+        return None
+    slack = 1 + (left.shape[0] + 8) * 2.0**-22  # for the rounding of two norms, and of an entry
+    needed, row = (least / (row_norm * slack)).sort(stable=True)  # of a column's norm
+    norms, column = column_norm.sort(descending=True, stable=True)
+    counts = cols - torch.searchsorted(norms.flip(0), needed)  # columns that could reach, for each row
+    counts = counts[counts > 0]  # the first ones: no row has more columns than the one before
+    row = row[: counts.numel()]
+    steps = [(some, column[:count]) for some, count in zip(row.split(STEP), counts[::STEP].tolist(), strict=False)]
+    return steps if size_of(steps) <= most else None
+
+
+def size_of(steps: list[tuple[Tensor, Tensor]]) -> int:
+    """Number of entries in the steps of a staircase."""
+    return sum(rows.numel() * columns.numel() for rows, columns in steps)
+
+
+def _norms(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> tuple[Tensor, Tensor]:
+    """L (rows,) and R (cols,), by the norms of the tokens (n,); not a number where a factor's numbers are too large."""
+    scales = (of_right / of_left).sqrt_().clamp_(1 / LARGEST_SCALE, LARGEST_SCALE)
+    scales[~(of_left.isfinite() & of_right.isfinite())] = torch.nan
+    return _scaled_norms(left, scales), _scaled_norms(right, 1 / scales)
+
+
+def _token_norms(factor: Tensor) -> Tensor:
+    """The norms (n,) of a factor's tokens, above 0."""
+    norms = torch.linalg.vector_norm(factor, dim=1, dtype=torch.float32)
+    return norms + max(1, factor.shape[1]) ** 0.5 * SQUARES_UNDERFLOW
+
+
+def _scaled_norms(factor: Tensor, scales: Tensor) -> Tensor:
+    """The norms (cols,) of a factor's columns, in float32, with each token (n,) scaled."""
+    total = torch.zeros(factor.shape[1], dtype=torch.float32, device=factor.device)
+    at_once = max(1, NUMBERS_AT_ONCE // max(1, factor.shape[1]))
+    for tokens, some in zip(factor.split(at_once), scales.split(at_once), strict=True):
+        total += (tokens * some[:, None]).square_().sum(0)
+    return total.sqrt_() + max(1, factor.shape[0]) ** 0.5 * SQUARES_UNDERFLOW

@@ -16,8 +16,8 @@ from torch import nn
 
 from sparsify.common.names import find_engine
 from sparsify.delta.entries import StrPath
-from sparsify.delta.metadata import check_not_extended
-from sparsify.delta.patches import WeightPatch, make_patches
+from sparsify.delta.format import check_not_extended
+from sparsify.delta.merge import WeightPatch, make_patches
 from sparsify.errors import SparsifyError
 from sparsify.stream.version import Changes, Version, changed_entries, changed_whole, difference, write_message
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices, is_text
-from sparsify.delta.metadata import PAYLOAD_KEY, check_object
+from sparsify.delta.format import PAYLOAD_KEY, check_object
 from sparsify.errors import DeltaFormatError
 
 STREAM_KEY = "stream"  # of the config

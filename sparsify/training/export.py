@@ -24,7 +24,7 @@ from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
-from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY
+from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
@@ -32,7 +32,7 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Prune, Strategy
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
-from sparsify.training.new_parameters import find_resized
+from sparsify.training.plan import find_resized
 from sparsify.training.weights import check_trained
 
 UNKNOWN_VALUES = (

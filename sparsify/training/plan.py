@@ -1,29 +1,42 @@
-"""The plan of a sparsified model: everything that its engine is built from, settled before the model is changed."""
+"""The plan of a sparsified model: everything that its engine is built from, settled before the model is changed.
+
+New parameters are those that the base does not have, such as LoRA's matrices, adapters, or a new head; a delta stores
+them whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import ENGINE, SETTINGS
+from sparsify.adapters.insert import Adapter
+from sparsify.common.names import ENGINE, SETTINGS, base_name, input_table, plain_model, plain_name
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import is_shard
 from sparsify.core.entries import VALUES
 from sparsify.core.install import frozen_row
 from sparsify.core.module import masked_tensors
 from sparsify.core.schedule import Schedule
+from sparsify.delta import hub
+from sparsify.delta.checkpoint.reader import Checkpoint
+from sparsify.delta.entries import is_resized
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.swap import check_maskable
 from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Strategy
-from sparsify.strategies.targets import Candidate, Targets, check_own_memory
+from sparsify.strategies.targets import Candidate, Pattern, Targets, check_own_memory, match_modules
 from sparsify.training.entries import BUFFERS
 
+# AdapterHub's ``save_adapter`` recognises an adapter's parameter by these parts of its name, followed by the adapter's
+_ADAPTERHUB = "adapters|prefix_tunings|prefix_gates|loras|refts|prompt_tunings|shared_parameters|adapter_fusion_layer"
 STATE = (VALUES, *BUFFERS, SETTINGS)  # what the root's state dict has in addition to the model's own
 
 
@@ -89,3 +102,79 @@ def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> Non
             path = name.split(".")
             around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
             check_maskable(name, module, attribute, around)
+
+
+def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[str] = ()) -> tuple[str, ...]:
+    """Finds the parameters that the base does not have, trainable or not.
+
+    Those are the parameters that PEFT and adapters add, those missing in the checkpoint that a transformers model was
+    loaded from (if it is on this machine), and those of ``fresh_modules``, but for ``saved`` ones, stored whole anyway.
+    Their names are in the order of ``named_parameters``.
+    """
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = match_modules(model, fresh_modules, "fresh_modules")
+    found = {*_missing_in_checkpoint(model), *_added_by_adapterhub(model)}
+    for name, module in model.named_modules():
+        for part in [module] if name in named or isinstance(module, Adapter) else _added_by_peft(module):
+            parameters = [part] if isinstance(part, nn.Parameter) else part.parameters()
+            found |= {first_names[id(parameter)] for parameter in parameters}
+    found -= set(saved)
+    return tuple(name for name in first_names.values() if name in found)
+
+
+def _added_by_adapterhub(model: nn.Module) -> set[str]:
+    """Names of the parameters that AdapterHub's ``adapters`` put into a model; its layers hold the base's, too."""
+    configs = (getattr(module, "adapters_config", None) for module in model.modules())
+    config = next((config for config in configs if config is not None), None)
+    if config is None:
+        return set()
+    added = "|".join(map(re.escape, (*config.adapters, *config.fusions)))
+    pattern = re.compile(rf"(?:^|[._])(?:{_ADAPTERHUB})\.(?:{added})\.")
+    return {name for name, _ in model.named_parameters() if pattern.search(name)}
+
+
+def _added_by_peft(module: nn.Module) -> list[Any]:
+    """The modules and parameters of a PEFT model's module that are not the base's."""
+    if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
+        return [child for name, child in module._modules.items() if name == "prompt_encoder" and child is not None]
+    names = getattr(module, "adapter_layer_names", ["modules_to_save"])  # PEFT 0.17's wrapper of these has none
+    parts = [getattr(module, name, None) for name in names if isinstance(name, str)]
+    return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
+
+
+def find_resized(model: nn.Module) -> list[str]:
+    """Finds parameters and buffers with another number of tokens than in the model's checkpoint, as PEFT does."""
+    found = list[str]()
+    for prefix, module in model.named_modules():
+        if (table := input_table(module)) is None or (checkpoint := _checkpoint(module)) is None:
+            continue
+        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+            own = base_name(name.removeprefix(f"{prefix}."))
+            with suppress(SparsifyError):  # it is not in the checkpoint, or converted
+                if len(table) in tensor.shape and is_resized(tensor.shape, checkpoint.layout(own).shape):
+                    found.append(name)
+        break  # what is within it was loaded with it
+    return found
+
+
+def _missing_in_checkpoint(model: nn.Module) -> list[str]:
+    """Names of the parameters that a transformers model's checkpoint lacks; none where the checkpoint is not here."""
+    checkpoint = _checkpoint(model)
+    if checkpoint is None or any(hasattr(module, "adapter_layer_names") for module in plain_model(model).modules()):
+        return []  # PEFT renames the base's own tensors; those that it adds are found without the checkpoint
+    plain_names = {plain_name(name): name for name, _ in model.named_parameters()}
+    # sentence-transformers stores a layer behind the transformer in a folder of its own, such as 2_Dense
+    parts, folder = model.named_children(), Path(checkpoint.path)
+    apart = [part for part, layer in parts if (folder / f"{part}_{type(layer).__name__}").is_dir()]
+    return [plain_names[name] for name in checkpoint.lacking(plain_names) if name.partition(".")[0] not in apart]
+
+
+def _checkpoint(model: nn.Module) -> Checkpoint | None:
+    """The checkpoint that a transformers model was loaded from, if it is on this machine."""
+    inner = plain_model(model)
+    config = getattr(inner, "config", None) if hasattr(inner, "from_pretrained") else None
+    source, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
+    with suppress(SparsifyError, OSError):
+        folder = Path(source) if source and Path(source).is_dir() else hub.cached_folder(source or "", commit)
+        return None if folder is None else Checkpoint(folder)
+    return None

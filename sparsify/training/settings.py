@@ -19,9 +19,8 @@ from sparsify.common.names import RECORD, SETTINGS
 from sparsify.common.raw_bits import digest
 from sparsify.core.entries import BASE, IDS, VALUES
 from sparsify.errors import SparsifyError
-from sparsify.strategies.budget import check_steps, resolve_budget, resolve_capacity
 from sparsify.strategies.importance import Random
-from sparsify.strategies.strategy import Given, Increment, Repeat
+from sparsify.strategies.strategy import Given, Increment, Repeat, check_steps, resolve_budget, resolve_capacity
 from sparsify.training.engine import Engine
 from sparsify.training.entries import SparseValues
 from sparsify.training.export import record_of

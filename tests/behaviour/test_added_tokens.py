@@ -13,7 +13,7 @@ from sparsify.cli import commands
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.strategies.importance import Magnitude
 from sparsify.strategies.strategy import Increment
-from sparsify.training.new_parameters import find_resized
+from sparsify.training.plan import find_resized
 
 OLD, STEPS = 40, 3
 SIZES = {**_SIZES, "intermediate_size": 24}

@@ -18,8 +18,8 @@ from hub_server import OWNER, client_environment, hub_server
 import sparsify
 from sparsify import SparseDelta, SparsifyError
 from sparsify.cli.commands import parse_weights
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.sparse_delta import TensorDelta
 
 SCRIPT = Path(sys.executable).parent / "sparsify"

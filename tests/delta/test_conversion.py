@@ -12,7 +12,7 @@ from requirements import fuses_at_load
 from safetensors.torch import load_file, save_file
 
 from sparsify.common.names import named_tensors
-from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.errors import BaseMismatchError, SparsifyError
 

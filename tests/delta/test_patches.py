@@ -8,9 +8,8 @@ from checkpoints import MODELS, bert, dinov2, files, gpt2, make_delta, mixtral, 
 from deltas import bits
 from requirements import fuses_at_load
 
-from sparsify.common.initializers import InitializerRecipe
-from sparsify.delta.entries import TensorDelta
-from sparsify.delta.patches import CheckReport, WeightPatch
+from sparsify.delta.entries import InitializerRecipe, TensorDelta
+from sparsify.delta.merge import CheckReport, WeightPatch
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 

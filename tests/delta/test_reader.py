@@ -7,7 +7,7 @@ import torch
 from checkpoints import bert, save
 from safetensors.torch import save_file
 
-from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.errors import SparsifyError
 

@@ -11,8 +11,8 @@ from deltas import bits
 from torch import nn
 
 from sparsify import sparsify
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError

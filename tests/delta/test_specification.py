@@ -12,12 +12,10 @@ from delta_bytes import split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import MAX_NAME_CHARACTERS
 from sparsify.common.raw_bits import digest
-from sparsify.delta.entries import DTYPES
-from sparsify.delta.format import MAX_HEADER_BYTES, payload_hash
-from sparsify.delta.metadata import MAX_DEPTH
+from sparsify.delta.entries import DTYPES, InitializerRecipe
+from sparsify.delta.format import MAX_DEPTH, MAX_HEADER_BYTES, payload_hash
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
 SPECIFICATION = files("sparsify").joinpath("delta/format.md").read_text(encoding="utf-8")

@@ -5,9 +5,9 @@ import copy
 import torch
 from torch import nn
 
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.names import plain_name
 from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
 

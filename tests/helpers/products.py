@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-FREE = {"NORMS": 0, "TILE": 1e-9, "ENTRY": 0}  # costs in `norm_bound.py` that have any product screened
+FREE = {"NORMS": 0, "TILE": 1e-9, "ENTRY": 0}  # costs in `screening.py` that have any product screened
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 100])
 KINDS = {
     "random": lambda left, right: (left, right),

@@ -3,7 +3,6 @@
 import pytest
 from products import FREE
 
-from sparsify.kernels import norm_bound
 from sparsify.selection import screening
 
 
@@ -12,5 +11,5 @@ def screened(monkeypatch):
     """Any layer is worth a screen, and no tensor of more than 16 entries is small."""
     monkeypatch.setattr(screening, "SMALLEST_SCREENED", 1)
     for name, cost in FREE.items():
-        monkeypatch.setattr(norm_bound, name, cost)
+        monkeypatch.setattr(screening, name, cost)
     monkeypatch.setattr("sparsify.selection.small.LARGEST", 16)

@@ -13,9 +13,8 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
-from sparsify.strategies.budget import share_out
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
-from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy
+from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy, share_out
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41

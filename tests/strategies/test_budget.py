@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsify import D3, Increment, Random, SparsifyError, Static, Strategy
-from sparsify.strategies.budget import resolve_budget, share_out
+from sparsify.strategies.strategy import resolve_budget, share_out
 
 # 5 rows of 4 less a padding row, and a bias of 3: 19 candidates
 CANDIDATES = {"table.weight": 16, "head.bias": 3}

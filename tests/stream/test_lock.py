@@ -8,7 +8,7 @@ import pytest
 from streams import until
 
 from sparsify.errors import SparsifyError
-from sparsify.stream.lock import ReadWriteLock
+from sparsify.stream.subscriber import ReadWriteLock
 
 SECONDS = 20
 
@@ -92,7 +92,7 @@ def test_a_writer_that_is_interrupted_while_it_waits_leaves_nothing_locked(monke
     reading = held(lock)
     started(lambda: next(reading)).join(SECONDS)
     with monkeypatch.context() as patched:
-        patched.setattr("sparsify.stream.lock.time.sleep", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("sparsify.stream.subscriber.time.sleep", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), lock.writing():
             pass
     reading.close()

@@ -12,11 +12,11 @@ from transformers import BertForSequenceClassification, BertModel
 
 from sparsify import SparseDelta, get_engine, overlap, sparsify
 from sparsify.adapters import add_adapters
-from sparsify.common.initializers import InitializerRecipe
 from sparsify.common.raw_bits import digest
+from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.sparse_delta import TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.new_parameters import find_new
+from sparsify.training.plan import find_new
 
 STEPS = 4
 IDS = torch.arange(24).view(4, 6)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from sparsify.common.names import check_plain, named_tensors, near_names
 from sparsify.common.raw_bits import same_values
-from sparsify.delta.checkpoint.conversion import Conversion
-from sparsify.delta.checkpoint.fused_layout import Layout
+from sparsify.delta.checkpoint.conversion import Conversion, Layout
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
 
 WEIGHTS_NAME = "model.safetensors"

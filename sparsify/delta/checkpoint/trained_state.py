@@ -19,8 +19,7 @@ from sparsify.common.names import POSITION, RECORD, SETTINGS, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import DTYPES, DeltaParts, StrPath, TensorDelta
-from sparsify.delta.format import FILE_NAME, refused
-from sparsify.delta.metadata import ENTRIES_IN_WHOLE_KEY, parse_json
+from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, FILE_NAME, parse_json, refused
 from sparsify.errors import SparsifyError, brief
 
 VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"  # as in core/entries.py, which is training code

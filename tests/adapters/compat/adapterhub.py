@@ -15,7 +15,7 @@ from twins import Twins
 
 from sparsify import SparseDelta, base_weights, desparsify, sparsify
 from sparsify.adapters import add_adapters, load_adapters, save_adapters
-from sparsify.training.new_parameters import find_new
+from sparsify.training.plan import find_new
 
 FACTOR, BUDGET, STEPS = 4, 60, 3
 CONFIGS = {"pfeiffer": "seq_bn", "houlsby": "double_seq_bn"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparsify.common.initializers import MAX_SEED, InitializerRecipe
+from sparsify.delta.entries import MAX_SEED, InitializerRecipe
 from sparsify.errors import SparsifyError
 
 
@@ -23,7 +23,7 @@ def test_golden_values():
 def test_values_are_independent_of_chunks(monkeypatch):
     for distribution in ("uniform", "normal"):
         whole = InitializerRecipe(distribution, 0.1).values("w", (1000,), torch.float32)
-        monkeypatch.setattr("sparsify.common.initializers._CHUNK", 96)
+        monkeypatch.setattr("sparsify.delta.entries._DRAWN_AT_ONCE", 96)
         assert torch.equal(InitializerRecipe(distribution, 0.1).values("w", (1000,), torch.float32), whole)
         monkeypatch.undo()
 

@@ -10,7 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from sparsify import D3, SNIP, Fisher, SparsifyError, Static, Strategy, sparsify
-from sparsify.strategies.calibration import calibrate
+from sparsify.selection.static import calibrate
 
 
 @pytest.fixture
@@ -146,6 +146,6 @@ def test_progress_is_shown_for_every_backward_pass(model_and_batches, monkeypatc
         shown.append(tqdm(batches, **settings))
         return shown[-1]
 
-    monkeypatch.setattr("sparsify.strategies.calibration.tqdm", bar)
+    monkeypatch.setattr("sparsify.selection.static.tqdm", bar)
     calibrate(model, list(model.parameters()), importance, batches[:2])
     assert [(bar.total, bar.n) for bar in shown] == [(total, total)]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import KINDS, SIZES, exact, factors
 
-from sparsify.kernels.norm_bound import screening_limit, size_of, staircase
+from sparsify.selection.screening import screening_limit, size_of, staircase
 
 ALL = 1 << 40  # entries that may be multiplied
 DTYPES = [torch.float32, torch.bfloat16]
