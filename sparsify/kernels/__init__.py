@@ -1,4 +1,4 @@
-"""The hot loops: the plain torch form of each is its specification; ``triton/`` has forms for GPUs.
+"""The hot loops: the plain torch form of each is its specification; ``triton.py`` has forms for GPUs.
 
 Nothing waits for a GPU: the number of entries found is known on the device only. Triton is imported when a loop first
 runs on a GPU, and tried there once; without it, where it cannot build a kernel, and in float64, the plain form runs.
@@ -34,7 +34,7 @@ def _builds(device: torch.device) -> bool:
     try:
         if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
             raise RuntimeError("expected an NVIDIA GPU of compute capability 8.0 or above")
-        from sparsify.kernels.triton.scatter import scatter
+        from sparsify.kernels.triton import scatter
 
         written = torch.zeros(1, device=device)
         scatter([written], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))

@@ -41,7 +41,7 @@ def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     """Computes entries (k,) of left^T right, (n, rows) and (n, cols), at flat indices (k,), in float32 or float64."""
     short = left.dtype in SHORT and right.dtype in SHORT
     if short and runs_ahead(left.device) and has_triton(left.device) and left.shape[0] and indices.numel():
-        from sparsify.kernels.triton.sddmm import sddmm as fused
+        from sparsify.kernels.triton import sddmm as fused
 
         return fused(left, right, indices)
     return plain_sddmm(left, right, indices)

@@ -87,7 +87,7 @@ def select(candidates: Candidates, importance: Importance, part: Part) -> None:
     candidates.most += part.stop - part.start
     short = part.weight.dtype in SHORT and part.grad.dtype in SHORT
     if short and type(importance) is D3 and _is_fused(candidates):
-        from sparsify.kernels.triton.select import select_d3
+        from sparsify.kernels.triton import select_d3
 
         select_d3(candidates, importance, part)
     else:
@@ -98,7 +98,7 @@ def cut(candidates: Candidates, limit: int) -> None:
     """Keeps the best of more than ``limit`` candidates, in Triton where it runs."""
     candidates.most = min(candidates.most, limit)
     if _is_fused(candidates):
-        from sparsify.kernels.triton.select import cut as fused_cut
+        from sparsify.kernels.triton import cut as fused_cut
 
         fused_cut(candidates, limit)
     else:

@@ -148,7 +148,7 @@ class EffectiveWeights:
     @torch.no_grad()
     def _scatter(self, *, seen: bool) -> None:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
-        from sparsify.kernels.triton.scatter import scatter
+        from sparsify.kernels.triton import scatter
 
         weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
         scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)

@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def form(device):
     if not has_triton(device):
         pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels.triton import scatter as triton_scatter
+    from sparsify.kernels import triton as triton_scatter
 
     return triton_scatter.scatter
 

@@ -21,7 +21,7 @@ def form(request, device):
         return plain_sddmm
     if not has_triton(device):
         pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels.triton import sddmm as triton_sddmm
+    from sparsify.kernels import triton as triton_sddmm
 
     return triton_sddmm.sddmm
 

@@ -26,7 +26,7 @@ def fused(device):
     """The Triton forms, in place of the plain ones."""
     if not has_triton(device):
         pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels.triton import select as triton_select
+    from sparsify.kernels import triton as triton_select
 
     return triton_select.select_d3, triton_select.cut
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sparsify.kernels.triton import scatter, sddmm, select
+from sparsify.kernels import triton as kernels
 
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 CUBIN = Path(sys.argv[1])
@@ -44,20 +44,20 @@ for kernel in (select._select, select._cut, sddmm._sddmm, scatter._scatter):  # 
 
 CANDIDATES = {"ids": "*i64", "scores": "*fp32", "grads": "*fp32", "weights": "*fp32", "count": "*i64",
               "threshold": "*fp32"}
-CUT = {"num_warps": select.CUT_WARPS, "block": select.CUT_BLOCK}
+CUT = {"num_warps": kernels.CUT_WARPS, "block": kernels.CUT_BLOCK}
 for short in ("fp32", "bf16", "fp16"):
     for exact_exp in (0, 1, 2, -1):
         types = CANDIDATES | {"weight": "*" + short, "grad": "*" + short, "rows": "*i64", "entry_ids": "*i64",
                               "finite": "*i8", "start": "i64", "stop": "i64", "offset": "i64", "eps": "fp32",
                               "exp": "fp32"}
         form = {"exact_exp": exact_exp, "has_rows": exact_exp == 2, "has_ids": exact_exp == 1}
-        build(select._select, types, block=select.BLOCK, **form)
-    build(sddmm._sddmm, {"left": "*" + short, "right": "*" + short, "indices": "*i64", "partial": "*fp32"},
-          entries=sddmm.ENTRIES, at_once=sddmm.TOKENS, share=sddmm.SHARE)
-build(select._cut, CANDIDATES, **CUT)
+        build(kernels._select, types, block=kernels.BLOCK, **form)
+    build(kernels._sddmm, {"left": "*" + short, "right": "*" + short, "indices": "*i64", "partial": "*fp32"},
+          entries=kernels.ENTRIES, at_once=kernels.TOKENS, share=kernels.SHARE)
+build(kernels._cut, CANDIDATES, **CUT)
 for bits in ("i16", "i32", "i64"):
     types = {"addresses": "*i64", "indices": "*i64", "values": "*" + bits}
-    build(scatter._scatter, types, block=scatter.BLOCK)
+    build(kernels._scatter, types, block=kernels.BLOCK)
 print("all compiled")
 """
 

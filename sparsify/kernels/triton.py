@@ -1,24 +1,97 @@
-"""The Triton forms of ``kernels/select.py``: one pass over weight and gradient, and one program that cuts.
+"""The Triton forms of the hot loops.
 
-``select_d3``   A program scores a block of entries and reserves places for those that it keeps with one atomic
-                addition: they come in any order, but it is always the same set.
-``cut``         A single program. It finds the worst score that stays, and the last id of those that have it, bit by
-                bit: positive floats are ordered as their bits are.
+``scatter``    Writes values into many weights in one launch, each at its weight's address. Torch casts, this moves bits.
+``sddmm``      A program takes a block of entries and a share of the tokens, and the shares are summed afterwards: so few
+               entries keep the whole GPU busy, and the sum is the same at every run. The factors are transposed first,
+               so that a dot product reads consecutive numbers.
+``select_d3``  One pass over weight and gradient. A program scores a block of entries and reserves places for those that
+               it keeps with one atomic addition: they come in any order, but it is always the same set.
+``cut``        A single program. It finds the worst score that stays, and the last id of those that have it, bit by bit:
+               positive floats are ordered as their bits are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from sparsify.common.raw_bits import as_bits
+from sparsify.core.devices import upload
 from sparsify.kernels.select import Candidates, Part
 
-BLOCK = 1024  # entries that a program scores at once
+BLOCK = 1024  # entries of a program
 CUT_BLOCK, CUT_WARPS = 2048, 32  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
+ENTRIES = 64  # of a program of the SDDMM
+TOKENS = 16  # at once
+SHARE = 256  # tokens of a program
+
+
+def scatter(
+    weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
+) -> None:
+    """Writes values (k,) into weights, ``counts`` for each, at flat indices (k,); ``seen``: by version counters."""
+    number = indices.numel()
+    written = [weight for weight, count in zip(weights, counts, strict=True) if count]
+    repeats = [count for count in counts if count]
+    for device, dtype in dict.fromkeys((weight.device, weight.dtype) for weight in written):
+        there = [(weight.device, weight.dtype) == (device, dtype) for weight in written]
+        table = [weight.data_ptr() if own else 0 for weight, own in zip(written, there, strict=True)]
+        addresses = upload(table, device).repeat_interleave(upload(repeats, device), output_size=number)
+        bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), indices))
+        with torch.cuda.device_of(bits):
+            _scatter[(triton.cdiv(number, BLOCK),)](addresses, places, bits, number, block=BLOCK)
+    for weight in written if seen else ():
+        torch.autograd.graph.increment_version(weight)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _scatter(addresses, indices, values, number, block: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    address = tl.load(addresses + entry, mask=entry < number, other=0)
+    mine = address != 0  # those of another dtype, or on another device, have their own launch
+    index = tl.load(indices + entry, mask=mine, other=0)
+    value = tl.load(values + entry, mask=mine, other=0)
+    tl.store(address.to(tl.pointer_type(values.dtype.element_ty)) + index, value, mask=mine)
+
+
+def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
+    """See :func:`sparsify.kernels.sddmm.sddmm`; takes at least one token and one entry."""
+    tokens, number = left.shape[0], indices.numel()
+    left, right = left.t().contiguous(), right.t().contiguous()
+    shares = triton.cdiv(tokens, SHARE)
+    partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
+    with torch.cuda.device_of(left):
+        _sddmm[(triton.cdiv(number, ENTRIES), shares)](
+            *(left, right, indices.contiguous(), partial, tokens, number, right.shape[0]),
+            *(ENTRIES, TOKENS, SHARE),
+        )
+    return partial.sum(0)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _sddmm(
+    left, right, indices, partial, tokens, number, cols,
+    entries: tl.constexpr, at_once: tl.constexpr, share: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64) * entries + tl.arange(0, entries)
+    inside = entry < number
+    index = tl.load(indices + entry, mask=inside, other=0)
+    row, col = (index // cols)[None, :] * tokens, (index % cols)[None, :] * tokens
+    total = tl.zeros((entries,), dtype=tl.float32)
+    start = tl.program_id(1).to(tl.int64) * share
+    for first in range(0, share, at_once):
+        token = (start + first + tl.arange(0, at_once))[:, None]
+        there = (token < tokens) & inside[None, :]
+        factor = tl.load(left + row + token, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(right + col + token, mask=there, other=0.0).to(tl.float32)
+        total += tl.sum(factor * other, axis=0)
+    tl.store(partial + tl.program_id(1).to(tl.int64) * number + entry, total, mask=inside)
 
 
 def select_d3(candidates: Candidates, importance: Any, part: Part) -> None:

@@ -1,1 +1,0 @@
-"""The Triton forms of the hot loops."""
