@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -73,14 +73,14 @@ def shares(source: Source) -> list[TensorShare]:
         1 weight 0 4 0.0
         1 bias 2 2 1.0
     """
-    return tables({"": source})[""]
-
-
-def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
-    """The :func:`shares` of several sources by label, with layers and kinds from all their names together."""
-    counts = {label: _counts(source) for label, source in sources.items()}
-    found = places(name for rows in counts.values() for name, *_ in rows)
-    return {label: [TensorShare(name, *found[name], *own) for name, *own in rows] for label, rows in counts.items()}
+    if isinstance(source, SparseDelta):
+        rows = [(name, tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()]
+    elif isinstance(source, nn.Module):
+        rows = [(plain_name(tensor.name), tensor.count, tensor.numel) for tensor in get_engine(source).tensors]
+    else:
+        raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
+    found = places(name for name, *_ in rows)
+    return [TensorShare(name, *found[name], *counts) for name, *counts in rows]
 
 
 def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
@@ -110,14 +110,6 @@ def places(names: Iterable[str]) -> dict[str, tuple[int | None, str]]:
             kind = path[at + 1 :] or path[:at][-1:] or path  # a ParameterList numbers its tensors themselves
             found[name] = int(path[at]), _EXPERT.sub("*", ".".join(label + kind))
     return found
-
-
-def _counts(source: Source) -> list[tuple[str, int, int]]:
-    if isinstance(source, SparseDelta):
-        return [(name, tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()]
-    if isinstance(source, nn.Module):
-        return [(plain_name(tensor.name), tensor.count, tensor.numel) for tensor in get_engine(source).tensors]
-    raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
 
 
 @dataclass(frozen=True)

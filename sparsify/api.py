@@ -189,12 +189,7 @@ def get_engine(model: nn.Module) -> Engine:
         >>> get_engine(sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)).budget
         3
     """
-    engine: Engine | None = find_engine(model)
-    if engine is None:
-        raise SparsifyError(
-            f"this {type(model).__name__} is not sparsified; call sparsify(model, budget, strategy) first "
-            '(strategy "full" leaves the model plain).'
-        )
+    engine: Engine = find_engine(model)
     if not engine.paused:
         engine.catch_up()  # accelerate's load_checkpoint_in_model() replaces the buffers
     return engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from sparsify import SparsifyError
-from sparsify.analysis import Source, TensorShare, tables, trajectory
+from sparsify.analysis import Source, TensorShare, places, shares, trajectory
 
 # Okabe and Ito's colour-blind safe palette; the line styles differ in greyscale, too
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -86,6 +87,15 @@ def plot_shares(source: Source | Mapping[str, Source]) -> Figure:
         panel.set_title(f"{label}\n{title}" if label else title, fontsize=TITLE)
     _add_bar(panels[-1], mesh, has_empty=not all(row.unmasked for row in rows))
     return figure
+
+
+def tables(sources: Mapping[str, Source]) -> dict[str, list[TensorShare]]:
+    """The shares of several sources by label, with layers and kinds from all their names together."""
+    found = {label: shares(source) for label, source in sources.items()}
+    place_of = places(row.name for rows in found.values() for row in rows)
+    for rows in found.values():
+        rows[:] = (replace(row, layer=layer, kind=kind) for row in rows for layer, kind in [place_of[row.name]])
+    return found
 
 
 def _grid(table: Sequence[TensorShare], kinds: Sequence[str], layers: Sequence[int | None]) -> list[list[float]]:

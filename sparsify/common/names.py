@@ -57,11 +57,8 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns all parameters, then all persistent buffers of a model by plain name, tied ones under every name."""
-    pairs = list(model.named_parameters(remove_duplicate=False))
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                pairs.append((f"{path}.{name}" if path else name, buffer))
+    buffers = persistent_buffers(model, remove_duplicate=False)
+    pairs = (*model.named_parameters(remove_duplicate=False), *buffers.items())
     found: dict[str, tuple[str, Tensor]] = {}
     for full_name, tensor in pairs:
         name = plain_name(full_name)
@@ -70,6 +67,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
             both = f"`{first_name}` and `{full_name}` are different tensors, but both are `{name}` without prefixes of"
             raise SparsifyError(f"{both} wrappers: rename the submodule that is called like a wrapper's.")
     return {name: tensor for name, (_, tensor) in found.items()}
+
+
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Returns the buffers in a model's state dict by their names there."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=remove_duplicate)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def tied_names(model: nn.Module | Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -104,12 +111,18 @@ def listed(names: Sequence[str]) -> str:
 
 
 def find_engine(model: nn.Module) -> Any:
-    """Returns the engine of a sparsified model, also inside wrappers; ``None`` for a model that is not sparsified."""
+    """Returns the engine of a sparsified model, also inside wrappers; raises for a model that is not sparsified."""
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
     if len(engines) > 1:
         parts = ", ".join(f"`{name}`" for name in engines)
         raise SparsifyError(f"several parts of the model are sparsified, each by itself: {parts}; pass one of them.")
-    return next(iter(engines.values()), None)
+    for engine in engines.values():
+        return engine
+    raise SparsifyError(
+        f"this {type(model).__name__} is not sparsified; pass the model that `sparsify(model, budget, strategy)` "
+        'returned, before `desparsify`. Nothing tells which entries are trained in full (strategy "full" leaves the '
+        "model plain). What full fine-tuning changed is `SparseDelta.diff(base, model)`."
+    )
 
 
 def check_plain(model: nn.Module) -> None:

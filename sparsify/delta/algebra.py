@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.core.devices import put
-from sparsify.delta.checkpoint.reader import Checkpoint, base_tensor
+from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta, one_of, require
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import (
@@ -150,7 +150,7 @@ class DeltaSum(Summable):
         tensors: dict[str, TensorDelta] = {}
         dtypes = []
         for name in names:
-            target = base_tensor(name, bases)
+            target = bases[name]
             own = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
             for _, part in own:
                 check_fits(name, part, target.shape, target.dtype)

@@ -8,7 +8,6 @@ import torch
 
 from sparsify.common.raw_bits import same_values
 from sparsify.delta.algebra import change, find_base
-from sparsify.delta.checkpoint.reader import base_tensor
 from sparsify.delta.entries import Base
 from sparsify.delta.patch_plan import check_not_drawn, warn_of_casts
 from sparsify.delta.sparse_delta import SparseDelta
@@ -73,7 +72,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         if count := int(at[0].sum()):
             by_tensor[name] = count
         if bases is not None:
-            target = base_tensor(name, bases)
+            target = bases[name]
             dtypes += [(name, part.dtype, target.dtype) for part in parts]
             changes = (change(name, part, target) for part in parts)
             left, right = (own[mask] for own, mask in zip(changes, at, strict=True))

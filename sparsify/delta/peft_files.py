@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from sparsify.common.names import tied_names
+from sparsify.common.names import near_names, tied_names
 from sparsify.common.raw_bits import digest
-from sparsify.delta.checkpoint.reader import base_tensor, open_base, read_json
+from sparsify.delta.checkpoint.reader import open_base, read_json
 from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
 from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
@@ -105,10 +105,13 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
 def _entries(
     layer: str, parts: tuple[Tensor, Tensor], config: Mapping[str, Any], method: str, tensors: Mapping[str, Tensor]
 ) -> TensorDelta | None:
-    weight = base_tensor(f"{layer}.weight", tensors)
+    if (name := f"{layer}.weight") not in tensors:
+        near = near_names(name, tensors)
+        raise BaseMismatchError(f"the base has no tensor `{name}`{near}: give the base that was fine-tuned.")
+    weight = tensors[name]
     shape, (values, stored) = tuple(weight.shape), parts
     if weight.dim() != 2 or weight.dtype not in DTYPES.values():
-        found = f"tensor `{layer}.weight` of the base has shape {shape} and is {weight.dtype}; the adapter is of a"
+        found = f"tensor `{name}` of the base has shape {shape} and is {weight.dtype}; the adapter is of a"
         raise BaseMismatchError(f"{found} linear layer: give the base that it was trained on, unquantized.")
     try:
         is_flat = method == "supertuning"

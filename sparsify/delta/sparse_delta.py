@@ -26,7 +26,6 @@ from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
 from sparsify.delta.peft_files import read_adapter
-from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -79,13 +78,7 @@ class SparseDelta(Summable):
         Warns:
             UserWarning: when parameters train that ``sparsify`` was not given, and so no delta holds.
         """
-        engine = find_engine(model)
-        if engine is None:
-            raise SparsifyError(
-                f"this {type(model).__name__} is not sparsified: pass the model that `sparsify(model, ...)` returned, "
-                "before `desparsify`. What full fine-tuning changed is `SparseDelta.diff(base, model)`."
-            )
-        return cls(*engine.source.export(budget, model))
+        return cls(*find_engine(model).source.export(budget, model))
 
     @classmethod
     def load(

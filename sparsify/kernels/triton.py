@@ -1,7 +1,7 @@
 """The Triton forms of the hot loops.
 
-``scatter``    Writes values into many weights in one launch, each at its weight's address. Torch casts, this moves bits.
-``sddmm``      A program takes a block of entries and a share of the tokens, and the shares are summed afterwards: so few
+``scatter``    Writes values into many weights in one launch, each at its weight's address. Torch casts them first.
+``sddmm``      A program takes a block of entries and a share of the tokens, and the shares are summed afterwards: few
                entries keep the whole GPU busy, and the sum is the same at every run. The factors are transposed first,
                so that a dot product reads consecutive numbers.
 ``select_d3``  One pass over weight and gradient. A program scores a block of entries and reserves places for those that

@@ -112,11 +112,7 @@ class DeltaPublisher:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        engine = find_engine(model)
-        if engine is None:
-            problem = f"this {type(model).__name__} is not sparsified, or it is trained in full, so nothing tells which"
-            raise SparsifyError(f"{problem} entries change: pass the model that `sparsify(model, budget)` returned.")
-        self._export = engine.source.exporter(model)
+        self._export = find_engine(model).source.exporter(model)
         self._chain = secrets.token_hex(16)
         self._last: tuple[int, Version] = 0, self._export()  # replaced as one, since other threads read it
 

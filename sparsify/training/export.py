@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.names import ENGINE, listed, plain_model, plain_name
+from sparsify.common.names import ENGINE, listed, persistent_buffers, plain_model, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
 from sparsify.core.devices import put
@@ -227,22 +227,13 @@ def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> Non
 
 def digest_buffers(model: nn.Module) -> dict[str, str]:
     """A digest of every buffer in the model's state dict, by name; :func:`changed_buffers` compares them later."""
-    return {name: digest(buffer) for name, buffer in _persistent_buffers(model)}
+    return {name: digest(buffer) for name, buffer in persistent_buffers(model).items()}
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:
     """The buffers that training changed (BatchNorm's statistics), by their names in the model."""
-    known, buffers = engine.buffer_digests, _persistent_buffers(engine.root)
-    return {name: buffer for name, buffer in buffers if name in known and known[name] != digest(buffer)}
-
-
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
+    known, buffers = engine.buffer_digests, persistent_buffers(engine.root)
+    return {name: buffer for name, buffer in buffers.items() if name in known and known[name] != digest(buffer)}
 
 
 def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:

@@ -146,7 +146,8 @@ def find_resized(model: nn.Module) -> list[str]:
     """Finds parameters and buffers with another number of tokens than in the model's checkpoint, as PEFT does."""
     found = list[str]()
     for prefix, module in model.named_modules():
-        if (table := input_table(module)) is None or (checkpoint := _checkpoint(module)) is None:
+        table = input_table(module) if hasattr(module, "get_input_embeddings") else None
+        if table is None or (checkpoint := _checkpoint(module)) is None:
             continue
         for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
             own = base_name(name.removeprefix(f"{prefix}."))

@@ -112,9 +112,10 @@ def _is_packed(model: nn.Module) -> bool:
 def mark_trainable(model: nn.Module, *, trainable: bool = True) -> None:
     """Makes the Trainer accept a quantized model, and save what it trains, or no more; any other is left alone."""
     vars(model).pop(SAVE, None)
-    if trainable and _is_packed(model) and hasattr(model, SAVE):
+    is_packed = _is_packed(model)
+    if trainable and is_packed and hasattr(model, SAVE):
         vars(model)[SAVE] = functools.partial(save_pretrained, model)
-    modules = model.modules() if _is_packed(model) else [model]
+    modules = model.modules() if is_packed else [model]
     for quantizer in [vars(module)[QUANTIZER] for module in modules if QUANTIZER in vars(module)]:
         kind: Any = type(quantizer)
         plain_class = kind.__base__ if kind.__module__ == __name__ else kind

@@ -8,8 +8,7 @@ from models import ARCHITECTURES, build, loss_of, train
 from torch import nn
 
 from sparsify import Schedule, SparseDelta, SparsifyError, get_engine, sparsify, summary
-from sparsify.analysis import places, shares, tables, trajectory
-from sparsify.delta.entries import TensorDelta
+from sparsify.analysis import places, shares, trajectory
 
 STEPS, BUDGET = 8, 60
 
@@ -118,13 +117,6 @@ def test_a_row_is_what_the_summary_counts_and_a_delta_has_those_of_its_tensors(n
     assert {row.name: row.size for row in rows} == found.sizes
     in_delta = {row.name: row for row in shares(SparseDelta.from_model(model))}
     assert in_delta == {row.name: row for row in rows if row.unmasked}
-
-
-def test_several_sources_are_sorted_by_all_their_names():
-    part = TensorDelta(torch.tensor([0, 2]), torch.tensor([1.0, 2.0]), (2, 3), torch.float32, "add", "0" * 64)
-    encoder, decoder = SparseDelta({"encoder.block.0.weight": part}), SparseDelta({"decoder.block.0.weight": part})
-    found = tables({"one": encoder, "other": decoder})
-    assert [row.kind for rows in found.values() for row in rows] == ["encoder.block.weight", "decoder.block.weight"]
 
 
 def test_anything_else_has_no_shares():

@@ -12,9 +12,10 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from examples.analysis import change_correlation, plot_shares, plot_trajectory
-from examples.analysis.plots import NONE_COLOR
+from examples.analysis.plots import NONE_COLOR, tables
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, sparsify
 from sparsify.analysis import shares, trajectory
+from sparsify.delta.entries import TensorDelta
 
 STEPS, BUDGET = 12, 60
 
@@ -118,3 +119,10 @@ def test_equal_changes_have_no_correlation_and_other_sources_say_why():
         change_correlation(SparseDelta({}), SparseDelta({}), base)
     with pytest.raises(SparsifyError, match="among='all'; expected one of 'either', 'both'"):
         change_correlation(tuned, tuned, base, among="all")
+
+
+def test_several_sources_are_sorted_by_all_their_names():
+    part = TensorDelta(torch.tensor([0, 2]), torch.tensor([1.0, 2.0]), (2, 3), torch.float32, "add", "0" * 64)
+    encoder, decoder = SparseDelta({"encoder.block.0.weight": part}), SparseDelta({"decoder.block.0.weight": part})
+    found = tables({"one": encoder, "other": decoder})
+    assert [row.kind for rows in found.values() for row in rows] == ["encoder.block.weight", "decoder.block.weight"]

@@ -46,14 +46,6 @@ def open_base(base: nn.Module | str | os.PathLike[str]) -> Mapping[str, Tensor]:
     return named_tensors(base)
 
 
-def base_tensor(name: str, base: Mapping[str, Tensor]) -> Tensor:
-    """Returns a tensor of :func:`open_base`'s; raises with near names where it is missing."""
-    if name not in base:
-        near = near_names(name, base)
-        raise BaseMismatchError(f"the base has no tensor `{name}`{near}: give the base that was fine-tuned.")
-    return base[name]
-
-
 class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name in the files or, as ``from_pretrained`` makes them, at run time.
 
