@@ -3,8 +3,6 @@
 ``examples/analysis/`` draws shares and trajectory, and compares the changes of two fine-tunings.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The public verbs: make a model train only ``budget`` of its entries, inspect it, and make it plain again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar

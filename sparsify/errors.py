@@ -4,8 +4,6 @@ They are also ``ValueError``s, so that callers who know nothing of this library 
 dependency, which :func:`require` imports, is an ``ImportError``.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -3,8 +3,6 @@
 The delta's record is not trusted: a class is looked up in transformers by name, of a config only the labels are taken.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

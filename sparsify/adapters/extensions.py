@@ -5,8 +5,6 @@ expressions, some of which would run for ever: none is run that could match in m
 names of the modules that such ones matched.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Set

@@ -1,7 +1,5 @@
 """Saves and loads adapters in AdapterHub's format, without pickle; each library reads the other's files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

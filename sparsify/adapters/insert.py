@@ -9,8 +9,6 @@ those of AdapterHub's ``adapters`` 1.3:
         Pfeiffer  s + A(norm(s))    replaces s, after the feed-forward network; s + A(s) where no norm follows
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

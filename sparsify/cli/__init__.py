@@ -1,7 +1,5 @@
 """The command line, of typer functions that are imported only when it runs."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The command line's verbs for deltas, each around one method of :class:`sparsify.SparseDelta`."""
 
-from __future__ import annotations
-
 import json as json_module
 from collections import defaultdict
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ whether a docstring documents a module, a class or a function. Sources are parse
 examples, b examples in a batch, l tokens, d hidden size, c labels.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import random

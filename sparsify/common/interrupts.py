@@ -1,7 +1,5 @@
 """Sections of code that Ctrl-C, or a notebook's stop button, does not interrupt."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tensor names independent of wrappers: a delta trained under DDP, ``torch.compile`` or PEFT fits the plain model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches

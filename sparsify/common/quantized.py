@@ -1,7 +1,5 @@
 """Reading quantized weights: bitsandbytes' 4-bit and 8-bit layers, torchao's tensors, by their types' names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ at different places all raise the same error. Headers are CPU tensors, over gloo
 (NCCL): a collective call on a device is launched only once all ranks have come to it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Raw bits of tensors: hash and compare them, for any dtype and strides."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 

@@ -1,7 +1,5 @@
 """Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

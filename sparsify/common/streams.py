@@ -1,7 +1,5 @@
 """The order of the CUDA streams of a model's backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Compares a model with its base, both in memory or on disk, and takes the entries that differ, or the most changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

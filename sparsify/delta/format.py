@@ -3,8 +3,6 @@
 ``format.md``, next to this module, specifies the file to the byte, and the checks of a reader.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

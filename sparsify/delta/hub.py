@@ -1,7 +1,5 @@
 """Where a delta is kept: a folder, a file, or a repository on the hub, with a model card that escapes what is in it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ operating system, and only the changed entries are then written into the copy.
 Everything is checked before the first byte is written, and the new folder appears when it is complete, or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

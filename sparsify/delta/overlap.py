@@ -1,7 +1,5 @@
 """Compares two deltas: the entries that both change and, on their base, the directions in which they change them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

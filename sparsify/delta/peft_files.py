@@ -4,8 +4,6 @@ Both methods give a layer a number of places that follows from its size. An unus
 come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 The written entries are in buffers of the layer that are not in its state dict: transformers refuses to save the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

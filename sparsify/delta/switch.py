@@ -3,8 +3,6 @@
 Each delta is checked against the base once, when it is attached; a change then reads and writes two deltas' entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike

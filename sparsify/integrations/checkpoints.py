@@ -7,8 +7,6 @@
 The Trainer looks for a model's weights under this name: it resumes with the hooks on ``load_state_dict`` alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

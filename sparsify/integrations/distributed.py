@@ -1,7 +1,5 @@
 """Training on several ranks: a check for debugging, and the setting that accelerate's FSDP2 needs."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from sparsify.api import get_engine

@@ -4,8 +4,6 @@ A trainer that was given no reference loads one by the base's name; when trainin
 ``sync_ref_model`` the reference has a flat delta of its own, which follows the model's.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Mapping, Sequence

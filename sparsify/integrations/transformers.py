@@ -1,7 +1,5 @@
 """Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

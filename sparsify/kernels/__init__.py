@@ -4,8 +4,6 @@ Nothing waits for a GPU: the number of entries found is known on the device only
 runs on a GPU, and tried there once; without it, where it cannot build a kernel, and in float64, the plain form runs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from functools import cache

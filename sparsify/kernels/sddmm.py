@@ -4,8 +4,6 @@ Shapes and dtype alone decide whether that costs less than the dense product, in
 CPU's were measured once, with 1024 tokens; a GPU's follow from the Triton form's bytes and an H100's data sheet.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 

@@ -7,8 +7,6 @@ The order of the best is :class:`sparsify.core.topk.TopK`'s. ``select`` needs fr
 given: the caller counts as if each of them joined, and cuts in time.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

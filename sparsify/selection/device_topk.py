@@ -5,8 +5,6 @@ which the device carries out where it is due. A step's first parts are small: th
 entries join.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 

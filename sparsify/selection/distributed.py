@@ -1,7 +1,5 @@
 """The streaming selector of several ranks, all of which select the same: the best entries of the mean gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Makes each step's selector, by importance, device and ranks, and repeat-S; other policies are in the core."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

@@ -12,8 +12,6 @@ is first estimated by some rows and columns: where too much would be left, this 
 On a GPU a large product is multiplied out in blocks of rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

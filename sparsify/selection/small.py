@@ -3,8 +3,6 @@
 A bias has a few hundred entries: scanning each by itself would cost more than its entries do.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

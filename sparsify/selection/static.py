@@ -1,7 +1,5 @@
 """Entries selected without a training step: by the weights, by a calibration's gradients, or given by the user."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

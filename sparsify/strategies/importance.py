@@ -1,7 +1,5 @@
 """Importances beyond the core's: of the weights alone, Fisher information, SNIP, and a user's own function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

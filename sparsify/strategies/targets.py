@@ -1,7 +1,5 @@
 """Candidates: the tensors that may be trained, in ``named_parameters`` order, and the patterns that narrow them."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import defaultdict

@@ -5,8 +5,6 @@
 The versions of one publisher are a chain: they are counted from 0 and have a random id in common.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from functools import cached_property

@@ -8,8 +8,6 @@ A graph that is dropped leaves its numbers behind until the next optimizer step:
 pass meanwhile.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

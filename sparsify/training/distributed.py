@@ -3,8 +3,6 @@
 Where ranks differ, all raise the same error. Under FSDP2 a rank reads the base values that it holds, for all.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any

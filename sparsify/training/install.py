@@ -1,7 +1,5 @@
 """Everything that changes a model: into sparse training, and back to the plain model."""
 
-from __future__ import annotations
-
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE, SETTINGS
 from sparsify.core import install as core

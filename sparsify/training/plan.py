@@ -4,8 +4,6 @@ New parameters are those that the base does not have, such as LoRA's matrices, a
 them whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -8,8 +8,6 @@
     config.json                    has from_pretrained() refuse the folder
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

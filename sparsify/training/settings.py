@@ -4,8 +4,6 @@ In: the engine of a sparsified model. Out: the settings as a tensor, since check
 a state dict was saved with others; or a longer flat delta, with the optimizer's state for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The proof: the tensors, with their pretrained values back at the unmasked entries, have the digests that they had.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

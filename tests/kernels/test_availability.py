@@ -29,7 +29,7 @@ def test_a_gpu_on_which_no_kernel_can_be_built_is_told_of_once_and_gets_the_plai
 
     for name in ("zeros", "ones"):
         a_gpu.setattr(torch, name, lambda *args, **options: None)
-    a_gpu.setitem(sys.modules, "sparsify.kernels.triton.scatter", SimpleNamespace(scatter=fails))
+    a_gpu.setitem(sys.modules, "sparsify.kernels.triton", SimpleNamespace(scatter=fails))
     with caplog.at_level(logging.WARNING, "sparsify"):
         assert [kernels.has_triton(GPU) for _ in range(3)] == [False] * 3
     (record,) = caplog.records

@@ -4,8 +4,6 @@ A checkpoint's tensors are mapped from their file on access, so that a few entri
 They have the names in the files, and those that the model has at run time, where transformers renames or fuses them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

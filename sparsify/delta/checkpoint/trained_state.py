@@ -4,8 +4,6 @@ sparse_ids, sparse_base, sparse_values    the entries, numbered through all cand
 sparse_settings                           has a record of the candidates, of what is stored whole, and of the run
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
