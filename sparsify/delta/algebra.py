@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.core.devices import put
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import KINDS, Base, StrPath, TensorDelta, one_of, require
+from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, one_of, require
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import (
     Applicable,
@@ -164,7 +164,7 @@ class DeltaSum(Summable):
         warn_of_casts(dtypes, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, dense, self._config())
 
-    def plan(self, model: nn.Module) -> PatchPlan:
+    def plan(self, model: nn.Module) -> tuple[PatchPlan, NamedTensors]:
         return self.on(model).plan(model)
 
     def save(self, path: StrPath, *, base: Base, kind: str = "replace") -> None:

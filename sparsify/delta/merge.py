@@ -97,7 +97,8 @@ def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckR
     """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
-    writes = zip(tensors.values(), plan_delta(tensors, whole, base, warn=False), strict=False)
+    plan, _ = plan_delta(tensors, whole, base, warn=False)
+    writes = zip(tensors.values(), plan, strict=False)
     unchecked = tuple(write.name for delta, write in writes if not is_verified(delta, write.old))
     return CheckReport(len(tensors), sum(delta.count for delta in tensors.values()), len(whole), unchecked)
 

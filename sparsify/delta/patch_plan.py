@@ -72,12 +72,12 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     """A model's tensors by plain name, ``dense`` ones stored whole; raises unless each is there once, and with data."""
     check_plain(model)
     available = named_tensors(model)
-    names, dense = list(names), set(dense)
-    if any(plain_name(name) not in available for name in names):
+    plain_names, dense = {name: plain_name(name) for name in names}, set(dense)
+    if not available.keys() >= set(plain_names.values()):
         wrapper: Any = next((module for module in model.modules() if hasattr(module, "get_base_model")), None)  # PEFT's
         inner = available if wrapper is None else named_tensors(wrapper.get_base_model())
         available = {base_name(name): inner[name] for name in inner if ".modules_to_save." not in name} | available
-    if missing := [name for name in names if plain_name(name) not in available]:
+    if missing := [name for name, plain in plain_names.items() if plain not in available]:
         owner, _, attribute = missing[0].rpartition(".")
         if f"{owner}.original_module.{attribute}" in available:
             copy = f"`{owner}` is in PEFT's modules_to_save, whose copy of it would go on without the delta"
@@ -87,7 +87,7 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
             f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
             f"{_NUMBERED if missing[0][0].isdecimal() else ''}"
         )
-    targets = {name: available[plain_name(name)] for name in names}
+    targets = {name: available[plain] for name, plain in plain_names.items()}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
         check_has_values(name, tensor)
@@ -100,8 +100,10 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     return targets | with_quantized_deltas(quantized, model) if quantized else targets
 
 
-def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, warn: bool = True) -> PatchPlan:
-    """Plans the writes of a delta; raises where the model is not its base, and may warn of dtypes that differ."""
+def plan_delta(
+    tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, warn: bool = True
+) -> tuple[PatchPlan, NamedTensors]:
+    """Plans the writes of a delta, and finds the tensors to write to; raises where the model is not its base."""
     check_names(tensors, whole)
     targets = find_targets([*tensors, *whole], model, whole)
     plan = [plan_entries(name, part, targets[name]) for name, part in tensors.items()]
@@ -109,7 +111,7 @@ def plan_delta(tensors: TensorDeltas, whole: NamedTensors, model: nn.Module, *, 
     if warn:
         parts: dict[str, TensorDelta | Tensor] = {**tensors, **whole}
         warn_of_casts([(write.name, parts[write.name].dtype, write.old.dtype) for write in plan], stacklevel=5)
-    return plan
+    return plan, targets
 
 
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> PlannedWrite:
@@ -248,9 +250,12 @@ def _targets(plan: PatchPlan, model: nn.Module) -> dict[str, Tensor]:
     return find_targets([patch.name for patch in plan], model, [p.name for p in plan if p.indices is None])
 
 
-def write_plan(plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY) -> None:
+def write_plan(
+    plan: PatchPlan, model: nn.Module, held: str = "the base's values", remedy: str = REMEDY,
+    targets: NamedTensors | None = None,
+) -> None:  # fmt: skip
     """Carries out all writes of a plan or, where one fails or does not fit, none; ``held`` says what it replaces."""
-    targets = _targets(plan, model)
+    targets = _targets(plan, model) if targets is None else targets
     done: PatchPlan = []
     try:
         for patch in plan:  # each is checked right before it is written, while its entries are in the cache
@@ -311,8 +316,8 @@ class Applicable(ABC):
         return {key: value for key, value in vars(self).items() if key != "_applied"}  # a copy is applied to nothing
 
     @abstractmethod
-    def plan(self, model: nn.Module) -> PatchPlan:
-        """Plans and checks the writes of :meth:`apply`; nothing is written."""
+    def plan(self, model: nn.Module) -> tuple[PatchPlan, NamedTensors]:
+        """Plans and checks the writes of :meth:`apply`, to these tensors; nothing is written."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Writes the delta's values into a base model, in place, after all checks; returns the model.
@@ -331,9 +336,9 @@ class Applicable(ABC):
         # else the base's weights were loaded again since
         if model in self._applied and not holds(model, self._applied[model]):
             raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")
-        plan = self.plan(model)
+        plan, targets = self.plan(model)
         with uninterrupted():
-            write_plan(plan, model)
+            write_plan(plan, model, targets=targets)
             self._applied[model] = plan
         return model
 

@@ -195,7 +195,7 @@ class SparseDelta(Summable):
             private=private, token=token, revision=revision, create_pr=create_pr, message=commit_message,
         )  # fmt: skip
 
-    def plan(self, model: nn.Module) -> PatchPlan:
+    def plan(self, model: nn.Module) -> tuple[PatchPlan, NamedTensors]:
         return plan_delta(self.tensors, self.whole, model)
 
     def check(self, base: Base) -> CheckReport:

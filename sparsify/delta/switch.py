@@ -71,7 +71,7 @@ class DeltaSwitch:
             raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {expected}")
         with self.deactivated():
             evaluated = delta.on(self.model) if isinstance(delta, DeltaSum) else delta
-            self._plans[name], self._deltas[name] = evaluated.plan(self.model), evaluated
+            (self._plans[name], _), self._deltas[name] = evaluated.plan(self.model), evaluated
 
     def detach(self, name: str) -> None:
         """Forgets a delta; the active one is deactivated first."""
@@ -126,7 +126,7 @@ class DeltaSwitch:
         with uninterrupted(), undone(before, self.model):
             plan = self._plans[names[0]] if len(names) == 1 else []
             if len(names) > 1:
-                plan = DeltaSum(tuple((1.0, self._deltas[name]) for name in names)).plan(self.model)
+                plan, _ = DeltaSum(tuple((1.0, self._deltas[name]) for name in names)).plan(self.model)
             write_plan(plan, self.model)
             self._names, self._written = names, plan
 

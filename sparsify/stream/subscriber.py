@@ -81,8 +81,12 @@ class DeltaSubscriber:
             self._check_order(message)
             if message.changes.known is None:
                 with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
-                    held = plan_snapshot(message.changes, self.model)
-                    write_plan(held.plan(), self.model)
+                    new = message.changes
+                    plan, targets = plan_delta(new.tensors, new.whole, self.model)
+                    of = {write.name: write for write in plan}
+                    entries = {name: _over(of[name].old, part) for name, part in sorted(new.tensors.items())}
+                    held = Held(entries, {name: of[name] for name in new.whole})
+                    write_plan(plan, self.model, targets=targets)
                     if self.chain not in (None, message.chain):
                         self._left.add(self.chain)
                     self._held, self.chain, self.version = held, message.chain, message.version
@@ -124,13 +128,6 @@ class Held(NamedTuple):
 
     def plan(self) -> PatchPlan:
         return [*(_write(name, part) for name, part in self.entries.items()), *self.whole.values()]
-
-
-def plan_snapshot(changes: Changes, model: nn.Module) -> Held:
-    """Plans a whole version on the base; raises where the model is not the base."""
-    plan = {write.name: write for write in plan_delta(changes.tensors, changes.whole, model)}
-    entries = {name: _over(plan[name].old, part) for name, part in sorted(changes.tensors.items())}
-    return Held(entries, {name: plan[name] for name in changes.whole})
 
 
 def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
