@@ -112,7 +112,8 @@ def sparsify(
         _freeze_others(budget, targets)
         return model
     check_candidates(model, targets.candidates)
-    tensors = mask_candidates(targets)
+    owners = mask_candidates(targets)
+    tensors = tuple(owners)
     check_possible(tensors, strategy)
     selectable, device = [tensor for tensor in tensors if tensor.rows is None], tensors[0].parameter.device
     ids = [tensor.never_candidates.to(device) + tensor.offset for tensor in tensors if tensor.rows]
@@ -137,7 +138,7 @@ def sparsify(
     more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
     install(
         Plan(
-            model, targets, tensors, strategy, schedule, steps, number + more, capacity + more, selected,
+            model, targets, owners, strategy, schedule, steps, number + more, capacity + more, selected,
             (*new_names, *resized), buffer_digests, seed,
         )
     )  # fmt: skip

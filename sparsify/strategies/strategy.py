@@ -210,8 +210,12 @@ def _to_dict(part: Any) -> dict[str, Any] | None:
     """
     if part is None:
         return None
-    settings = ((item, getattr(part, item.name)) for item in fields(part) if item.compare)
-    return {"name": part.name, **{i.name: own for i, own in settings if "new" not in i.metadata or own != i.default}}
+    found = {"name": part.name}
+    for item in fields(part):
+        own = getattr(part, item.name)
+        if item.compare and ("new" not in item.metadata or own != item.default):
+            found[item.name] = own
+    return found
 
 
 def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) -> Any:

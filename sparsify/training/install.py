@@ -16,12 +16,11 @@ from sparsify.training.summary import digest_base
 
 def install(plan: Plan) -> None:
     """Builds the engine of a plan and makes the model train by it; if that fails, the model is plain again."""
-    engine, model, targets = Engine(plan), plan.model, plan.targets
-    owners = [[(module, attribute) for _, module, attribute in candidate.owners] for candidate in targets.candidates]
+    engine, model = Engine(plan), plan.model
     engine.base_digests = digest_base(engine)
     try:
         with uninterrupted():
-            core.install(engine, dict(zip(plan.tensors, owners, strict=True)), plan.capacity, swap)
+            core.install(engine, plan.owners, plan.capacity, swap)
             watch()  # after the hook that counts steps, which asks for those that have begun
             model.register_buffer(SETTINGS, None)
             record_settings(engine)
@@ -29,7 +28,7 @@ def install(plan: Plan) -> None:
             engine.source = DeltaSource(engine)
             engine.root_anchor()
             mark_trainable(model)
-            for parameter in targets.frozen.values():
+            for parameter in plan.targets.frozen.values():
                 parameter.requires_grad_(False)
         engine.start(plan.selected)
     except BaseException:  # out of memory, or an interrupt

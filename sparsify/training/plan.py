@@ -19,8 +19,8 @@ from sparsify.common.names import ENGINE, SETTINGS, base_name, input_table, plai
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import is_shard
 from sparsify.core.entries import VALUES
-from sparsify.core.install import frozen_row
-from sparsify.core.module import masked_tensors
+from sparsify.core.install import Owners, frozen_row
+from sparsify.core.module import TENSORS
 from sparsify.core.schedule import Schedule
 from sparsify.delta import hub
 from sparsify.delta.checkpoint.reader import Checkpoint
@@ -44,7 +44,7 @@ class Plan:
 
     model: nn.Module  # still plain
     targets: Targets  # the candidates, and the parameters that are trained dense or frozen
-    tensors: tuple[ModelTensor, ...]  # the candidates, by ascending number and offset
+    owners: Mapping[ModelTensor, Owners]  # by candidate; these are by ascending number and offset
     strategy: Strategy
     schedule: Schedule
     steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
@@ -55,17 +55,22 @@ class Plan:
     buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
     seed: int  # of a random importance
 
+    @property
+    def tensors(self) -> tuple[ModelTensor, ...]:
+        return tuple(self.owners)
 
-def mask_candidates(targets: Targets) -> tuple[ModelTensor, ...]:
-    """Makes masked tensors of the candidates, no module is changed."""
-    tensors: list[ModelTensor] = []
+
+def mask_candidates(targets: Targets) -> dict[ModelTensor, Owners]:
+    """Makes masked tensors of the candidates, with the modules that hold them, none of which is changed."""
+    found: dict[ModelTensor, Owners] = {}
     offset = 0
     for number, candidate in enumerate(targets.candidates):
         (owner, attribute), *_ = owners = [owner[1:] for owner in candidate.owners]
         kind = QuantizedTensor if is_quantized(candidate.parameter) else ModelTensor
-        tensors.append(kind(number, owner, attribute, candidate.name, offset, frozen_row(owners), candidate.rows))
-        offset += tensors[-1].numel
-    return tuple(tensors)
+        tensor = kind(number, owner, attribute, candidate.name, offset, frozen_row(owners), candidate.rows)
+        found[tensor] = owners
+        offset += tensor.numel
+    return found
 
 
 def check_model(model: Any) -> None:
@@ -81,7 +86,7 @@ def check_model(model: Any) -> None:
             + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
         )
     for name, module in model.named_modules():
-        if ENGINE in vars(module) or masked_tensors(module):
+        if not {ENGINE, TENSORS}.isdisjoint(vars(module)):
             raise SparsifyError(f"`{name or '(root)'}` is already sparsified; call desparsify(model) first.")
     if taken := [name for name in STATE if hasattr(model, name)]:
         raise SparsifyError(f"the model's own `{taken[0]}` is in the way; rename it, or sparsify the module within.")
@@ -122,22 +127,25 @@ def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[st
 
 def _added_by_adapterhub(model: nn.Module) -> set[str]:
     """Names of the parameters that AdapterHub's ``adapters`` put into a model; its layers hold the base's, too."""
-    configs = (getattr(module, "adapters_config", None) for module in model.modules())
-    config = next((config for config in configs if config is not None), None)
-    if config is None:
-        return set()
-    added = "|".join(map(re.escape, (*config.adapters, *config.fusions)))
-    pattern = re.compile(rf"(?:^|[._])(?:{_ADAPTERHUB})\.(?:{added})\.")
-    return {name for name, _ in model.named_parameters() if pattern.search(name)}
+    for module in model.modules():
+        if (config := getattr(module, "adapters_config", None)) is not None:
+            added = "|".join(map(re.escape, (*config.adapters, *config.fusions)))
+            pattern = re.compile(rf"(?:^|[._])(?:{_ADAPTERHUB})\.(?:{added})\.")
+            return {name for name, _ in model.named_parameters() if pattern.search(name)}
+    return set()
 
 
 def _added_by_peft(module: nn.Module) -> list[Any]:
     """The modules and parameters of a PEFT model's module that are not the base's."""
     if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
-        return [child for name, child in module._modules.items() if name == "prompt_encoder" and child is not None]
-    names = getattr(module, "adapter_layer_names", ["modules_to_save"])  # PEFT 0.17's wrapper of these has none
-    parts = [getattr(module, name, None) for name in names if isinstance(name, str)]
-    return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
+        child = module._modules.get("prompt_encoder")
+        return [] if child is None else [child]
+    found = []
+    for name in getattr(module, "adapter_layer_names", ["modules_to_save"]):  # PEFT 0.17's wrapper of these has none
+        part = getattr(module, name, None) if isinstance(name, str) else None
+        if isinstance(part, (nn.Module, nn.Parameter)):
+            found.append(part)
+    return found
 
 
 def find_resized(model: nn.Module) -> list[str]:
