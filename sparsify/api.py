@@ -335,7 +335,6 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _freeze_others(budget: int | float | None, targets: Targets) -> None:
-    """Strategy "full", plain fine-tuning: freezes what is not targeted."""
     if budget is not None:
         raise SparsifyError(f"budget={budget!r} with a strategy that trains every candidate; pass budget=None.")
     if packed := [candidate.name for candidate in targets.candidates if is_quantized(candidate.parameter)]:

@@ -67,7 +67,6 @@ def _as_json(settings: dict[str, Any]) -> Any:
 
 
 def check_rebuilt(config: Mapping[str, Any]) -> None:
-    """Raises where a delta's ``config`` records adapters of a kind that :func:`extend` does not build."""
     configs = config.get(PEFT_KEY)
     for name, settings in configs.items() if isinstance(configs, dict) else ():
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
@@ -129,7 +128,6 @@ def _add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Modul
 
 
 def _checked_settings(name: str, settings: Any, most_modules: int) -> dict[str, Any]:
-    """Those settings of a record that this PEFT has; raises where they are not safe to give to it."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
@@ -141,7 +139,6 @@ def _checked_settings(name: str, settings: Any, most_modules: int) -> dict[str, 
 
 
 def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
-    """Raises where a setting has too many items, or an expression that could take for ever to match."""
     given = f"the delta records an adapter {brief(adapter, 100)!r} with"
     if isinstance(value, (dict, list)) and len(value) > most:
         raise SparsifyError(f"{given} {len(value):,} items in `{key}`, expected at most {most:,}: {_REMEDY}.")

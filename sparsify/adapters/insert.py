@@ -199,7 +199,6 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def check_without_adapters(model: nn.Module) -> None:
-    """Raises where a model has adapters, ours or AdapterHub's, or is sparsified."""
     check_plain(model)
     name = type(model).__name__
     for module in model.modules():

@@ -153,7 +153,6 @@ def from_checkpoint(
 
 
 def check_out(out: Path, *inputs: StrPath) -> None:
-    """Raises where a command would write into what it reads."""
     to = {out.resolve(), (out if out.suffix == ".safetensors" else out / FILE_NAME).resolve()}
     for given in map(Path, inputs):
         if to & {given.resolve(), (given / FILE_NAME).resolve()}:

@@ -124,7 +124,6 @@ def find_engine(model: nn.Module) -> Any:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises ``SparsifyError`` where a model, or a part of it, is sparsified."""
     if [module for module in model.modules() if ENGINE in vars(module)]:
         owner = "this model is sparsified: its weights belong to the training that goes on"
         raise SparsifyError(f"{owner}. Call `desparsify(model)` first, or use another copy of the base.")

@@ -18,7 +18,6 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Whether this rank holds only a part of the parameter."""
     return hasattr(parameter, "to_local")
 
 

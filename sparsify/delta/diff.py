@@ -74,7 +74,6 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
 
 
 def _check_comparable(names: list[str], old: NamedTensors, ties: Iterable[list[str]]) -> None:
-    """Raises where names do not match tensors: layers wrapped by PEFT, no common name, or ties in one model only."""
     if wrapped := [name for name in names if ".base_layer." in name and name.replace(".base_layer.", ".") in old]:
         raise BaseMismatchError(f"`{wrapped[0]}` is a layer with PEFT's adapter: merge it, `model.merge_and_unload()`.")
     if names and not any(name in old for name in names):

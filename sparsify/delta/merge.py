@@ -336,7 +336,6 @@ def _copy_descriptions(source: Path, folder: Path) -> None:
 
 
 def _check_folders(base: Any, out: StrPath) -> tuple[Path, Path]:
-    """Both as paths; raises unless the base is a folder and the other one is free."""
     if isinstance(base, nn.Module):
         remedy = "give the folder of its checkpoint, or `apply` the delta to the model and `save_pretrained` it."
         raise SparsifyError(f"`merge` works on files, and got a {type(base).__name__} as the base: {remedy}")

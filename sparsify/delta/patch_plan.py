@@ -194,7 +194,6 @@ def is_verified(delta: TensorDelta, old: Tensor) -> bool:
 
 
 def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
-    """Raises where a tensor is drawn from a seed, since ``what`` needs a tensor that the base has."""
     if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
         problem = f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a"
         raise SparsifyError(f"{problem} seed: apply the delta to a model that has such a module instead.")

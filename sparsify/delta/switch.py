@@ -131,7 +131,6 @@ class DeltaSwitch:
             self._names, self._written = names, plan
 
     def _checked(self, given: str | Sequence[str]) -> tuple[str, ...]:
-        """The different names that were given; raises where no delta has one of them."""
         names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or ())) or (None,)
         for name in names:
             if name not in self._deltas:

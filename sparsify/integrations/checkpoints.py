@@ -34,7 +34,6 @@ def write_trained_state(model: nn.Module, folder: Path, args: Any, state_dict: d
 
 
 def has_trained_state(folder: Path) -> bool:
-    """Whether a checkpoint's weights are a trained state."""
     return _metadata(folder).get("sparsify") == "trained state"
 
 

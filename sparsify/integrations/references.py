@@ -45,7 +45,6 @@ class BaseReference(nn.Module):
 
 
 def note_given(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Notes whether a trainer is given a reference, from the local variables of its methods while it is made."""
     for own in calls[:1]:
         setattr(own["self"], _GIVEN, any(call.get("ref_model") is not None for call in calls))
 

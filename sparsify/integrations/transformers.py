@@ -172,7 +172,6 @@ def _calls() -> list[dict[str, Any]]:
 
 
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
-    """Warns where a new run has a budget that an earlier, shorter one has used up."""
     full = engine.unmasked >= engine.budget
     if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:
         warnings.warn(
@@ -183,7 +182,6 @@ def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
 
 
 def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
-    """Raises where a resumed run would silently differ from the interrupted one."""
     if not state.global_step:
         return
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"

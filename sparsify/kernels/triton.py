@@ -95,7 +95,6 @@ def _sddmm(
 
 
 def select_d3(candidates: Candidates, importance: Any, part: Part) -> None:
-    """See :func:`sparsify.kernels.select.plain_select`."""
     weight, grad, rows, offset, ids, start, stop = part
     with torch.cuda.device_of(grad):
         _select[(triton.cdiv(stop - start, BLOCK),)](
@@ -110,7 +109,6 @@ def select_d3(candidates: Candidates, importance: Any, part: Part) -> None:
 
 
 def cut(candidates: Candidates, limit: int) -> None:
-    """See :func:`sparsify.kernels.select.plain_cut`."""
     with torch.cuda.device_of(candidates.ids):
         _cut[(1,)](
             *(*candidates.arrays, candidates.count, candidates.threshold),

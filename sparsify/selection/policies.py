@@ -99,7 +99,6 @@ class SelectorFactory:
         return ranking[unmasked - first :][:number]
 
     def warn_of_none(self, policy: Policy) -> None:
-        """Warns once of an importance that left nothing to unmask."""
         if self._warned or isinstance(policy.importance, (D3, Fisher)):  # which score any gradient that is not zero
             return
         self._warned = True
@@ -204,7 +203,6 @@ class AccumulatingPolicy(IncrementPolicy):
 
 
 def policy_of(selection: Selection) -> type[Policy]:
-    """The class of a selection's policy."""
     if isinstance(selection, Increment):
         return AccumulatingPolicy if selection.select == "all" else IncrementPolicy
     return RepeatPolicy if isinstance(selection, Repeat) else Policy

@@ -220,7 +220,6 @@ def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tup
 
 
 def size_of(steps: list[tuple[Tensor, Tensor]]) -> int:
-    """Number of entries in the steps of a staircase."""
     return sum(rows.numel() * columns.numel() for rows, columns in steps)
 
 
@@ -232,7 +231,6 @@ def _norms(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> tu
 
 
 def _token_norms(factor: Tensor) -> Tensor:
-    """The norms (n,) of a factor's tokens, above 0."""
     norms = torch.linalg.vector_norm(factor, dim=1, dtype=torch.float32)
     return norms + max(1, factor.shape[1]) ** 0.5 * SQUARES_UNDERFLOW
 

@@ -60,7 +60,6 @@ def select_static(
 
 
 def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
-    """Raises ``SparsifyError`` where a strategy prunes tensors that may be pretrained, and the user does not insist."""
     selection = strategy.selection
     if not isinstance(selection, Prune) or selection.pretrained:
         return
@@ -112,7 +111,6 @@ def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tens
 
 
 def _candidates(tensor: MaskedTensor) -> Tensor:
-    """(numel,) bool: which entries may be unmasked."""
     candidates = torch.ones(tensor.numel, dtype=torch.bool, device=tensor.parameter.device)
     candidates[tensor.never_candidates] = False
     return candidates

@@ -235,7 +235,6 @@ def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) ->
 
 
 def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """Returns the schedule itself, or the one of this name."""
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, str) and schedule in SCHEDULES:
@@ -282,7 +281,6 @@ def share_out(budget: int, candidates: Sequence[int]) -> list[int]:
 
 
 def check_steps(steps: int | None) -> None:
-    """Raises ``SparsifyError`` for a planned number of steps that is none."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
 

@@ -145,7 +145,6 @@ def _warn_of_frozen(matched: set[str], candidates: Iterable[Candidate]) -> None:
 
 
 def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
-    """Warns of quantized weights that stay frozen in a model of which the user has frozen no others."""
     if all(parameter.requires_grad for parameter, places in owners.items() if places[0][0] not in quantized):
         warnings.warn(
             f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
@@ -226,5 +225,4 @@ def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bo
 
 
 def _is_peft(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether PEFT has added adapters to the model, and so frozen its base."""
     return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())

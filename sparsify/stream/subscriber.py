@@ -168,7 +168,6 @@ def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPl
 
 
 def _over(base: Tensor, part: TensorDelta) -> TrainedEntries:
-    """A delta's entries over a base with some values (count,) there."""
     return TrainedEntries(part.shape, part.dtype, part.kind, part.quantization, part.indices, base, part.values)
 
 
@@ -220,7 +219,6 @@ class ReadWriteLock:
         return ReadWriteLock, ()  # a copy's threads are others
 
     def check_not_reading(self) -> None:
-        """Raises where a reading that this thread began is in progress, for which a writer would wait."""
         if self._is_reading():
             raise SparsifyError("an update inside a block that reads the model would wait for itself: leave it first.")
 

@@ -199,7 +199,6 @@ def read_message(data: bytes) -> Message:
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """The object that names a message's place in a stream; the header that it is in is compared with its hash."""
     stream = config.get(STREAM_KEY)
     if stream is None:
         raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
@@ -221,7 +220,6 @@ def _header_digest(data: bytes | bytearray, stated: str) -> str:
 
 
 def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValues | None:
-    """The values of known entries of one dtype; raises where they are not as ``format.md`` says."""
     values, stored = more.get(f"{name}.known"), more.get(f"{name}.places")
     if values is None:
         if stored is not None:

@@ -31,7 +31,6 @@ NOT_EXPORTED = (
 
 
 def check_not_exported() -> None:
-    """Raises ``SparsifyError`` while ``torch.export`` or ``torch.jit.trace`` runs the model."""
     if torch.compiler.is_dynamo_compiling():
         return  # it would wrap the error in one of its own
     # the public is_exporting() is true under torch.compile in older versions of torch
@@ -130,7 +129,6 @@ class CompiledGraphs:
         self._recomputed.clear()
 
     def step_done(self) -> None:
-        """Drops uses of graphs that were built before an optimizer step: those that still wait were dropped."""
         self._uses.clear()
 
 

@@ -99,7 +99,6 @@ def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
 
 
 def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
-    """Raises where parts of a model are sharded, but not the model itself."""
     if num_ranks() == 1 or is_fully_sharded(root):
         return
     sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]

@@ -133,7 +133,6 @@ class Exporter:
         self._key, self._config = key, describe_run(engine, budget, in_whole)
 
     def _export(self, budget: int) -> dict[str, TrainedEntries]:
-        """The entries with their present values; raises where one is not finite."""
         engine = self._engine
         # without asking the other ranks, and faster than reading all weights
         sums = engine.entries.effective() if engine.weights.are_sums or engine.sharded else None

@@ -98,7 +98,6 @@ def check_model(model: Any) -> None:
 
 
 def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
-    """Raises where a module that has a candidate cannot be masked."""
     check_own_memory(model, candidates)
     for candidate in candidates:
         for name, module, attribute in candidate.owners:
@@ -136,7 +135,6 @@ def _added_by_adapterhub(model: nn.Module) -> set[str]:
 
 
 def _added_by_peft(module: nn.Module) -> list[Any]:
-    """The modules and parameters of a PEFT model's module that are not the base's."""
     if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
         child = module._modules.get("prompt_encoder")
         return [] if child is None else [child]

@@ -35,7 +35,6 @@ SAVE = "save_pretrained"  # attribute of a transformers model
 
 
 def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
-    """Raises ``SparsifyError`` where a strategy needs of quantized weights what they cannot give."""
     quantized = [tensor for tensor in tensors if tensor.is_quantized]
     pruned = isinstance(strategy.selection, Prune)
     if quantized and (pruned or strategy.calibrates):
@@ -47,7 +46,6 @@ def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
 
 
 def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
-    """Raises ``SparsifyError`` where quantized weights have trained entries, which would be lost with their delta."""
     changed = [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]
     if changed:
         raise SparsifyError(

@@ -149,7 +149,6 @@ def selection_entropy(counts: Mapping[str, int], sizes: Mapping[str, int]) -> fl
 
 
 def strategy_name(strategy: Strategy) -> str:
-    """The preset's name, where the strategy is one, with its parts."""
     if isinstance(strategy.selection, Given):
         return "a given set"
     parts = f"{strategy.importance!r}, {strategy.selection!r}"
@@ -222,7 +221,6 @@ def _verify(engine: Engine, model: nn.Module) -> Verification:
 
 
 def _expected(engine: Engine) -> int:
-    """Number of entries that should be unmasked by now."""
     if isinstance(engine.strategy.selection, Repeat):
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):

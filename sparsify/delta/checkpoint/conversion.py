@@ -89,7 +89,6 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
 
 
 def _check_counts(config: object, num_tensors: int) -> None:
-    """Raises where a config counts far more layers, experts or labels than there are tensors."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, int) and value > 50_000 + 10 * num_tensors and _COUNTED.search(key):
             raise SparsifyError(f"`{brief(key, 100)}` is {brief(value, 30)} for {num_tensors:,} tensors: it is damaged")
@@ -234,7 +233,6 @@ def _cat(layouts: Sequence[Layout], dim: int = 0) -> Layout:
 
 
 def _cut(function: Any, layout: Layout, size: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
-    """The pieces that ``torch.split`` or ``torch.chunk`` makes of a tensor."""
     pieces, begin = [], 0
     for piece in function(torch.empty(layout.shape, device="meta"), size, dim):
         windows, end = [], begin + piece.shape[dim]
