@@ -255,7 +255,6 @@ class DeltaSequence(DeltaSum):
 
 
 def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
-    """A model's tensors of some names, or all of a checkpoint's, which are mapped from their files on access."""
     return find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
 
 

@@ -93,12 +93,8 @@ class TensorDelta:
 
     def equals(self, other: TensorDelta) -> bool:
         """Whether the entries are equal in every bit, and of the same base."""
-        fixed = ("shape", "dtype", "kind", "base_sha256", "initializer", "quantization")
-        return (
-            all(getattr(self, field) == getattr(other, field) for field in fixed)
-            and torch.equal(self.indices, other.indices)
-            and same_values(self.values, other.values)
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(same_values(own, part) if isinstance(own, Tensor) else own == part for own, part in pairs)
 
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
@@ -189,13 +185,11 @@ class InitializerRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.distribution not in DISTRIBUTIONS:
-            names = ", ".join(DISTRIBUTIONS)
-            raise SparsifyError(f"distribution is {self.distribution!r:.100}, expected one of {names}")
-        if type(self.scale) not in (int, float) or not abs(self.scale) <= sys.float_info.max:  # nor is NaN
-            raise SparsifyError(f"scale is {self.scale!r:.100}, expected a finite number")
-        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
-            raise SparsifyError(f"seed is {self.seed!r:.100}, expected an integer from 0 to 2^63 - 1")
+        require(self.distribution in DISTRIBUTIONS, "distribution is", self.distribution, one_of(DISTRIBUTIONS))
+        is_number = type(self.scale) in (int, float) and abs(self.scale) <= sys.float_info.max  # nor is NaN
+        require(is_number, "scale is", self.scale, "a finite number")
+        is_seed = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
+        require(is_seed, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the initial values of the tensor with this name, on the CPU."""

@@ -92,7 +92,6 @@ def push(
     tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], repo_id: str,
     *, private: bool | None, token: str | bool | None, revision: str | None, create_pr: bool, message: str | None,
 ) -> Any:  # fmt: skip
-    """Commits a delta and its card to a repository; arguments and result as in ``SparseDelta.push_to_hub``."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not is_repo_id(repo_id):

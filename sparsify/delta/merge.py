@@ -94,7 +94,6 @@ class WeightPatch(NamedTuple):
 
 
 def check_base(tensors: TensorDeltas, whole: NamedTensors, base: Base) -> CheckReport:
-    """Checks a delta against a model or the path of a checkpoint; see :meth:`sparsify.SparseDelta.check`."""
     if not isinstance(base, nn.Module):
         return check_checkpoint(tensors, whole, Checkpoint(base))[0]
     plan, _ = plan_delta(tensors, whole, base, warn=False)
@@ -150,7 +149,6 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
 def make_patches(
     tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None = None
 ) -> Iterator[WeightPatch]:
-    """Patches that turn a delta's base into the trained model; see :meth:`sparsify.SparseDelta.patches`."""
     check_names(tensors, whole)
     check_not_drawn(tensors, "a stream of patches")
     opened, places = None, {}
@@ -193,7 +191,6 @@ def patches_of(
 
 
 def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
-    """Writes the checkpoint that a delta makes of another one; see :meth:`sparsify.SparseDelta.merge`."""
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)

@@ -29,7 +29,6 @@ METHODS = {"shira": "shira_weight", "supertuning": "supertuning_values"}
 
 
 def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
-    """Reads a sparse adapter of PEFT as a delta's parts; see :meth:`sparsify.SparseDelta.from_peft`."""
     folder, tensors = Path(folder), open_base(base)
     ties = tied_names(base) if isinstance(base, nn.Module) else {}
     found: dict[str, TensorDelta] = {}

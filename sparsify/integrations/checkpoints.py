@@ -29,7 +29,6 @@ _OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*", "adapter_mod
 
 
 def write_trained_state(model: nn.Module, folder: Path, args: Any, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Writes a model's trained state, or ``state_dict``'s, and the names of the files of a complete checkpoint."""
     write_state(get_engine(model), model, folder / WEIGHTS, state_dict, files=" ".join(_expected_files(args)))
 
 

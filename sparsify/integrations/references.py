@@ -6,7 +6,6 @@ A trainer that was given no reference loads one by the base's name; when trainin
 
 import gc
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from sparsify.api import base_weights, get_engine
 from sparsify.errors import SparsifyError
 
 _TRAINERS = {"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}  # of TRL, that load a reference
-_GIVEN = "_sparsify_reference_given"  # attribute of a trainer
+GIVEN = "_sparsify_reference_given"  # attribute of a trainer: whether its caller gave it a reference
 _SECOND_MODEL = "the reference is a second model, since {obstacle}. "
 _NOT_SYNCED = "sync_ref_model=True would mix parameters that do not correspond: mend that, or leave it out."
 _NOT_THE_BASE = "It is not the base if the model is quantized, or was changed between loading and sparsify()."
@@ -44,11 +43,6 @@ class BaseReference(nn.Module):
         return output
 
 
-def note_given(calls: Sequence[Mapping[str, Any]]) -> None:
-    for own in calls[:1]:
-        setattr(own["self"], _GIVEN, any(call.get("ref_model") is not None for call in calls))
-
-
 def use_base(trainer: Any, args: Any, model: nn.Module) -> BaseReference | None:
     """Makes the base the reference of TRL's trainer, if it has loaded one; returns one that is to follow the model."""
     loaded, synced = getattr(trainer, "ref_model", None), getattr(args, "sync_ref_model", False)
@@ -56,7 +50,7 @@ def use_base(trainer: Any, args: Any, model: nn.Module) -> BaseReference | None:
         return loaded if synced else None
     if loaded is None or not _TRAINERS & {kind.__name__ for kind in type(trainer).__mro__}:
         return None
-    given, dense = getattr(trainer, _GIVEN, None), get_engine(model).dense_names
+    given, dense = getattr(trainer, GIVEN, None), get_engine(model).dense_names
     obstacles = {
         "it was given to the trainer": given,
         "SparsifyCallback was added after the trainer was made: pass it in callbacks=[...]": given is None,

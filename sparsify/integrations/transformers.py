@@ -68,11 +68,11 @@ class SparsifyCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         calls = _calls()
-        references.note_given(calls)
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
         for call in calls[:1]:
+            setattr(call["self"], references.GIVEN, any(own.get("ref_model") is not None for own in calls))
             _load_trained_states(call["self"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:

@@ -80,7 +80,6 @@ class RanksSelector(StreamingSelector):
         return Winners(ids.where(scores > 0, -1), *rest)
 
     def _offer_mean(self, tensor: MaskedTensor, rows_of: Callable[[int, int], Tensor]) -> None:
-        """Averages a gradient some rows at a time, which ``rows_of`` computes from a start to a stop, and offers it."""
         (height, cols), entries = matrix_shape(tensor), tensor.matrix.reshape(-1)
         ranks = num_ranks()
         at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks

@@ -58,7 +58,6 @@ def record_settings(engine: Engine) -> Tensor:
 
 
 def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Compares the settings in a state dict's tensors of ``STATE`` with the engine's; returns those saved."""
     saved = _unpacked(state[SETTINGS]) if SETTINGS in state else {}
     own: dict[str, Any] = json.loads(json.dumps(settings_of(engine), default=str))
     differing = [name for name in own if name in saved and saved[name] != own[name]]
@@ -76,7 +75,6 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
 def extend(
     engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Continues a run with a larger budget, or for more steps; see :func:`sparsify.extend`."""
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         raise SparsifyError(
             f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. "

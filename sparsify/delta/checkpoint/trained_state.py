@@ -35,7 +35,6 @@ def is_training_checkpoint(path: StrPath) -> bool:
 
 
 def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
-    """The parts of the delta in a checkpoint; see :meth:`sparsify.SparseDelta.from_checkpoint`."""
     shown = "the state dict" if isinstance(path, Mapping) else f"`{path}`"
     names, read, prefixes = _opened(path)
     if len(prefixes) != 1:
