@@ -1,5 +1,11 @@
-"""Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints."""
+"""Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints.
 
+The reference of TRL's trainers becomes the sparsified model itself, with its pretrained values, in place of a second
+model: a trainer that was given none loads one by the base's name. With ``sync_ref_model`` the reference has a flat
+delta of its own, which follows the model's.
+"""
+
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -8,15 +14,17 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from sparsify.api import extend, get_engine, summary
+from sparsify.api import base_weights, extend, get_engine, summary
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
-from sparsify.integrations import checkpoints, references
+from sparsify.integrations import checkpoints
 from sparsify.strategies.strategy import Increment
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
@@ -24,6 +32,11 @@ from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held
 from sparsify.training.quantized import SAVE, mark_trainable
 
+_TRAINERS = {"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}  # of TRL, that load a reference
+_GIVEN = "_sparsify_reference_given"  # attribute of a trainer: whether its caller gave it a reference
+_SECOND_MODEL = "the reference is a second model, since {obstacle}. "
+_NOT_SYNCED = "sync_ref_model=True would mix parameters that do not correspond: mend that, or leave it out."
+_NOT_THE_BASE = "It is not the base if the model is quantized, or was changed between loading and sparsify()."
 LOAD = "_load_from_checkpoint"  # method of sentence-transformers' trainers that load_checkpoint replaces
 
 
@@ -64,7 +77,7 @@ class SparsifyCallback(TrainerCallback):
     def __init__(self, *, extend: bool = False, publish: Callable[[DeltaUpdate], object] | None = None) -> None:
         self._extend, self._publish = extend, publish
         self.publisher: DeltaPublisher | None = None
-        self._following: references.BaseReference | None = None  # a reference that moves with the model
+        self._following: BaseReference | None = None  # a reference that moves with the model
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         calls = _calls()
@@ -72,7 +85,7 @@ class SparsifyCallback(TrainerCallback):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
         for call in calls[:1]:
-            setattr(call["self"], references.GIVEN, any(own.get("ref_model") is not None for own in calls))
+            setattr(call["self"], _GIVEN, any(own.get("ref_model") is not None for own in calls))
             _load_trained_states(call["self"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
@@ -102,7 +115,7 @@ class SparsifyCallback(TrainerCallback):
                 stacklevel=2,
             )
         warn_of_unheld(engine, model)
-        self._following = references.use_base(trainer, args, model)
+        self._following = use_base(trainer, args, model)
         if hasattr(model, SAVE):
             vars(model)[SAVE] = partial(checkpoints.save_checkpoint, model, args, state)
         if self._publish is not None:
@@ -192,3 +205,54 @@ def _check_resumed(args: Any, state: Any, steps_done: int) -> None:
             f"the run was resumed at step {state.global_step:,}, but its checkpoint has no unmasked entries: it was "
             "written without SparsifyCallback. Resume from one that was written with it, or start from its weights."
         )
+
+
+class BaseReference(nn.Module):
+    """A sparsified model with other trained values: zeros, which make it the base, until they follow the model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = (model,)  # no submodule, whose parameters would count twice
+        self.values = torch.zeros_like(get_engine(model).values.detach())  # (capacity,)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output in eval mode."""
+        (model,) = self._model
+        engine, training = get_engine(model), model.training
+        with base_weights(model):
+            for tensor, values in zip(engine.tensors, engine.entries.effective(self.values), strict=True):
+                if values.numel():
+                    tensor.write_without_version_bump(values)
+            output = model.eval()(*args, **kwargs)
+        model.train(training)
+        return output
+
+
+def use_base(trainer: Any, args: Any, model: nn.Module) -> BaseReference | None:
+    """Makes the base the reference of TRL's trainer, if it has loaded one; returns one that is to follow the model."""
+    loaded, synced = getattr(trainer, "ref_model", None), getattr(args, "sync_ref_model", False)
+    if isinstance(loaded, BaseReference):  # of an earlier train()
+        return loaded if synced else None
+    if loaded is None or not _TRAINERS & {kind.__name__ for kind in type(trainer).__mro__}:
+        return None
+    given, dense = getattr(trainer, _GIVEN, None), get_engine(model).dense_names
+    obstacles = {
+        "it was given to the trainer": given,
+        "SparsifyCallback was added after the trainer was made: pass it in callbacks=[...]": given is None,
+        f"`{next(iter(dense), None)}` of modules_to_save has no base": dense,
+        "FSDP or DeepSpeed has sharded it": args.fsdp or args.deepspeed,
+    }
+    if obstacle := next((text for text, holds in obstacles.items() if holds), None):
+        if synced:
+            raise SparsifyError(_SECOND_MODEL.format(obstacle=obstacle) + _NOT_SYNCED)
+        if not given:
+            warnings.warn(_SECOND_MODEL.format(obstacle=obstacle) + _NOT_THE_BASE, stacklevel=3)
+        return None
+    trainer.ref_model = BaseReference(model)
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "ref_model", None) is loaded:
+            callback.ref_model = None  # TRL's own, which mixes the parameters
+    del loaded
+    gc.collect()  # the second model: TRL has put a function on it that refers to it
+    return trainer.ref_model if synced else None
