@@ -138,7 +138,7 @@ def sparsify(
     more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
     install(
         Plan(
-            model, targets, owners, strategy, schedule, steps, number + more, capacity + more, selected,
+            model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
             (*new_names, *resized), buffer_digests, seed,
         )
     )  # fmt: skip

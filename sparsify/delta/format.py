@@ -51,8 +51,6 @@ _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
 _CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while its object is read
 _MOST_DIGITS = 310  # of an integer that a float holds, and its sign
-
-_DOCUMENT_KEYS = {"format_version", "config", "tensors", "whole"}
 FILE_NAME = "sparse_delta.safetensors"
 CONFIG_NAME = "sparse_delta_config.json"
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
@@ -103,7 +101,8 @@ def parse(header: Any) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         remedy = f"this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the file is newer"
         raise DeltaFormatError(f"its format version is {version!r:.120}, {remedy}")
-    check_object("metadata", document, {*_DOCUMENT_KEYS, *([PAYLOAD_KEY] if version > 1 else [])})
+    keys = {"format_version", "config", "tensors", "whole"}
+    check_object("metadata", document, keys if version == 1 else keys | {PAYLOAD_KEY})
     tensors, whole = document["tensors"], document["whole"]
     if not (isinstance(tensors, dict) and isinstance(whole, list) and isinstance(document["config"], dict)):
         raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")

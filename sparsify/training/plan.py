@@ -44,7 +44,8 @@ class Plan:
 
     model: nn.Module  # still plain
     targets: Targets  # the candidates, and the parameters that are trained dense or frozen
-    owners: Mapping[ModelTensor, Owners]  # by candidate; these are by ascending number and offset
+    tensors: tuple[ModelTensor, ...]  # the candidates, by ascending number and offset
+    owners: Mapping[ModelTensor, Owners]  # what holds each of them
     strategy: Strategy
     schedule: Schedule
     steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
@@ -54,10 +55,6 @@ class Plan:
     new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
     buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
     seed: int  # of a random importance
-
-    @property
-    def tensors(self) -> tuple[ModelTensor, ...]:
-        return tuple(self.owners)
 
 
 def mask_candidates(targets: Targets) -> dict[ModelTensor, Owners]:
