@@ -1,13 +1,10 @@
 """The errors of the library: each says what was wrong, what was expected, and what to do.
 
-They are also ``ValueError``s, so that callers who know nothing of this library can catch them; a missing optional
-dependency, which :func:`require` imports, is an ``ImportError``.
+They are also ``ValueError``s, so that callers who know nothing of this library can catch them.
 """
 
-import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from types import ModuleType
 from typing import Any
 
 
@@ -56,19 +53,3 @@ def did_you_mean(value: Any, names: Iterable[str]) -> str:
     """A sentence with the name nearest to a value, whatever its case; empty where none is near."""
     near = get_close_matches(str(value).lower().replace("_", "-"), names, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-class MissingExtraError(ImportError):
-    """A package that an optional part of sparsify needs is not installed."""
-
-
-def require(module: str, *, extra: str) -> ModuleType:
-    """Imports an optional dependency; ``MissingExtraError`` names the ``extra`` of sparsify that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise  # it is installed, and one of its own dependencies is not
-        raise MissingExtraError(
-            f"`{error.name}` is not installed; it comes with: pip install 'sparsify-ft[{extra}]'", name=error.name
-        ) from None

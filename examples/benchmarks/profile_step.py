@@ -26,7 +26,7 @@ from step_bench.worker import FILL, Worker, seconds_between
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from sparsify.errors import require
+from sparsify.common.extras import require
 from sparsify.training.engine import COLLECT, COMMIT
 
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")

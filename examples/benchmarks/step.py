@@ -24,7 +24,7 @@ from step_bench.settings import MOST_STEPS, Settings
 
 from sparsify import SparsifyError
 from sparsify.cli.demo import default_model
-from sparsify.errors import require
+from sparsify.common.extras import require
 
 TABLE_WIDTH = 124  # columns of text: a narrower terminal wraps lines instead of cutting figures off
 

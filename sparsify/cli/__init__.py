@@ -6,7 +6,8 @@ import warnings
 from typing import Any
 
 from sparsify import __version__
-from sparsify.errors import MissingExtraError, SparsifyError, require
+from sparsify.common.extras import MissingExtraError, require
+from sparsify.errors import SparsifyError
 
 
 def make_app() -> Any:

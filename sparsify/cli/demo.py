@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsify import SparseDelta, sparsify, summary
+from sparsify.common.extras import require
 from sparsify.delta.hub import find_file
-from sparsify.errors import SparsifyError, require
+from sparsify.errors import SparsifyError
 
 DEFAULT_BUDGET = 38_000
 BATCH_SIZE, EVAL_BATCH_SIZE, MAX_TOKENS = 16, 64, 64

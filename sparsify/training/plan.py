@@ -45,7 +45,7 @@ class Plan:
     model: nn.Module  # still plain
     targets: Targets  # the candidates, and the parameters that are trained dense or frozen
     tensors: tuple[ModelTensor, ...]  # the candidates, by ascending number and offset
-    owners: Mapping[ModelTensor, Owners]  # what holds each of them
+    owners: Mapping[Any, Owners]  # what holds each of them
     strategy: Strategy
     schedule: Schedule
     steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later

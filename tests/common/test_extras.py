@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsify.errors import MissingExtraError, require
+from sparsify.common.extras import MissingExtraError, require
 
 
 def test_a_missing_module_is_an_error_that_names_the_extra():
