@@ -1,7 +1,5 @@
 """Copies and writes that wait for no device: reading a number from a GPU waits for all its work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

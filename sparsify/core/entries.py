@@ -8,8 +8,6 @@ All are on the root, and only the first ``count`` places are in use. Their lengt
 optimizers, DDP and copies of the model need no surgery. The view by tensor is made anew when entries join.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """Importance of entries: pure functions of weights and gradients, applied block by block."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turns the modules of a plain model into masked ones, and back, in place: identity, hooks and aliases stay."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@
 The weight is never differentiated: the node's other input, the root, is how autograd reaches the flat delta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """The base of all masked modules: their masked parameters, the uses of these in a forward, and views of them."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 

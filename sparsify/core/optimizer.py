@@ -1,7 +1,5 @@
 """The optimizer steps, as training steps see them: one hook after all optimizers of ``torch.optim``."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -4,8 +4,6 @@ A schedule gives the number of entries unmasked *after* each step, not how many 
 that found too few entries, and the last one reaches the budget exactly.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

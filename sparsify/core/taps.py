@@ -4,8 +4,6 @@ A tap is the identity; its node receives the parameter's whole gradient and hand
 forward each read of ``module.weight`` makes one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@
                positive floats are ordered as their bits are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The masked forms of bitsandbytes' linear layers, imported only where a model has one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4

@@ -10,8 +10,6 @@ collector counts the uses that were announced. A ``serial`` number, another for 
 from merging two uses on the same numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

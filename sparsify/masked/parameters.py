@@ -4,8 +4,6 @@ Each parameter has a class of its own, whose operations are those of its tap whe
 from ``model.parameters()``, or from an attribute of a module.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable

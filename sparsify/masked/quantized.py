@@ -3,8 +3,6 @@
 The packed weight is never written: the values at the unmasked entries are kept separately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ The layer's weight gradient needs x, the activation's own gradient needs h. Auto
 needed, so x is computed a second time in backward, by the same operation on the same numbers, and never saved.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The masked forms beyond the core's, and the modules that cannot be masked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

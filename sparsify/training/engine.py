@@ -4,8 +4,6 @@ All state is parameters and buffers of the model: the entries (``core/entries.py
 what a state dict is compared by when it is loaded. The engine holds settings and what lives for a single step.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 checksum of their ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Everything that changes a model: into sparse training, and back to the plain model."""
 
+import torch
+
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE, SETTINGS
 from sparsify.core import install as core
@@ -19,7 +21,7 @@ def install(plan: Plan) -> None:
     engine, model = Engine(plan), plan.model
     engine.base_digests = digest_base(engine)
     try:
-        with uninterrupted():
+        with uninterrupted(), torch._C.DisableTorchFunctionSubclass():  # masked parameters are only described here
             core.install(engine, plan.owners, plan.capacity, swap)
             watch()  # after the hook that counts steps, which asks for those that have begun
             model.register_buffer(SETTINGS, None)

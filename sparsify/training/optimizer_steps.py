@@ -8,8 +8,6 @@ Steps may be nested, as SAM's calls that of another optimizer; the innermost one
 after it has moved the values is counted when the model is used next.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import warnings

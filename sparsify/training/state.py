@@ -13,8 +13,6 @@
 All hooks are plain functions, so that a model with them pickles and deep-copies.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Mapping
