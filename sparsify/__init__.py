@@ -21,6 +21,7 @@ from sparsify.api import (
     summary,
     trained_state,
 )
+from sparsify.common.extras import import_after
 from sparsify.core.importance import D3
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
 from sparsify.core.schedule import Schedule
@@ -51,3 +52,6 @@ def __getattr__(name: str) -> Any:
     if name == "SparsifyCallback":
         return importlib.import_module("sparsify.integrations.transformers").SparsifyCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+import_after("peft", "sparsify.peft")  # so that PEFT and transformers load sparse adapters

@@ -1,7 +1,14 @@
 """Optional dependencies: imported here, with an error that names the extra to install where one is missing."""
 
 import importlib
-from types import ModuleType
+import importlib.util
+import sys
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from sparsify.errors import SparsifyError
 
 
 class MissingExtraError(ImportError):
@@ -18,3 +25,27 @@ def require(module: str, *, extra: str) -> ModuleType:
         raise MissingExtraError(
             f"`{error.name}` is not installed; it comes with: pip install 'sparsify-ft[{extra}]'", name=error.name
         ) from None
+
+
+def import_after(module: str, other: str) -> None:
+    """Imports ``other`` right after ``module``: now, or as soon as that is; its own users see its SparsifyErrors."""
+
+    def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != module:
+            return None
+        sys.meta_path.remove(finder)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, finder)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            vars(spec.loader)["exec_module"] = lambda new: (execute(new), import_after(module, other))
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    if module not in sys.modules:
+        sys.meta_path.insert(0, finder)
+    else:
+        with suppress(SparsifyError):
+            importlib.import_module(other)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sparsify.common.names import find_engine
 from sparsify.common.raw_bits import same_values
+from sparsify.delta import adapter_files, hub
 from sparsify.delta import format as delta_format
-from sparsify.delta import hub
 from sparsify.delta.algebra import Summable
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
@@ -88,8 +88,8 @@ class SparseDelta(Summable):
         """Reads a delta from a folder or file that :meth:`save` wrote, or from the hub; all of it is checked.
 
         Args:
-            path: the folder or the file; a Trainer's checkpoint, as in :meth:`from_checkpoint`; or, unless a path is
-                called so, a repository on the hub, ``"user/name"``.
+            path: the folder or the file; a Trainer's checkpoint, as in :meth:`from_checkpoint`, or the folder of a
+                ``SparseConfig``'s adapter; or, unless a path is called so, a repository on the hub, ``"user/name"``.
             revision: of the repository: branch, tag or commit.
             token: for the hub: a token, ``True`` for the stored one, ``False`` for none.
             cache_dir: where to keep what the hub sent; huggingface_hub's cache by default.
@@ -101,6 +101,8 @@ class SparseDelta(Summable):
         """
         if revision is None and is_training_checkpoint(path):
             return cls.from_checkpoint(path)
+        if revision is None and (adapter := adapter_files.read_adapter(path)) is not None:
+            return cls(*adapter)
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
 

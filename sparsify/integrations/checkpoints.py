@@ -2,6 +2,7 @@
 
     checkpoint-N/model.safetensors      the trained state, under the names of the model's state dict; its metadata
                                         lists the files that belong to the checkpoint
+    checkpoint-N/adapter_*              the delta as an adapter, by which from_pretrained() loads base and delta
     checkpoint-N/optimizer.pt, ...      the Trainer's own files, trainer_state.json the last of them
 
 The Trainer looks for a model's weights under this name: it resumes with the hooks on ``load_state_dict`` alone.
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sparsify.api import get_engine
+from sparsify.delta.adapter_files import write_adapter
 from sparsify.training.quantized import save_pretrained
 from sparsify.training.state import write_trained_state as write_state
 
@@ -74,10 +76,13 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
     inside = Path(args.output_dir).absolute() in folder.absolute().parents
     if not inside or folder.name != f"checkpoint-{state.global_step}":
         return save_pretrained(model, save_directory, *arguments, **options)
-    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+    is_peft, engine = hasattr(model, "peft_config") and hasattr(model, "base_model"), get_engine(model)
+    if is_peft:
         save_pretrained(model, save_directory, *arguments, **options)  # PEFT's adapter files
     if options.get("is_main_process", True):
         write_trained_state(model, folder, args, options.get("state_dict"))
+        if not is_peft and not engine.sharded:  # whose delta all ranks would have to gather
+            write_adapter(folder, engine.source.export(None, model))
     return None
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, trainer
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import base_weights, extend, get_engine, summary
+from sparsify.delta.adapter_files import LAYER
 from sparsify.delta.hub import public_config
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
@@ -80,7 +81,7 @@ class SparsifyCallback(TrainerCallback):
         self._following: BaseReference | None = None  # a reference that moves with the model
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        calls = _calls()
+        calls = trainer_calls()
         with args.main_process_first(local=False, desc="looking for incomplete checkpoints"):
             if args.should_save:
                 checkpoints.set_aside_incomplete(Path(args.output_dir))
@@ -90,7 +91,7 @@ class SparsifyCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
         """Checks the run, finds its number of steps and makes its checkpoints small."""
-        model, trainer = event["model"], next((own["self"] for own in _calls()), None)
+        model, trainer = event["model"], next((own["self"] for own in trainer_calls()), None)
         if trainer is not None:
             # before the reporters; the handler iterates by position: callbacks before it move up, none is called twice
             trainer.callback_handler.callbacks.remove(self)
@@ -171,13 +172,31 @@ class SparsifyCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
 
+class AddSparsifyCallback(TrainerCallback):
+    """Adds a :class:`SparsifyCallback` to a trainer whose model has a sparse adapter of PEFT, unless it has one."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        modules = dict(event["model"].named_modules()) if event.get("model") is not None else {}
+        if any(name.rpartition(".")[2] == LAYER and module.live for name, module in modules.items()):
+            callbacks = trainer_calls()[0]["self"].callback_handler.callbacks
+            if not any(isinstance(callback, SparsifyCallback) for callback in callbacks):
+                callbacks.append(SparsifyCallback())  # which this event reaches next
+
+
+def add_to_trainers() -> None:
+    """Has every Trainer that is made from now on look for a sparse adapter."""
+    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    if AddSparsifyCallback not in callbacks:
+        callbacks.append(AddSparsifyCallback)
+
+
 def _load_trained_states(trainer: Any) -> None:
     """Lets a Trainer, if it is one of sentence-transformers', load checkpoints that hold no whole model."""
     if any(kind.__module__.startswith("sentence_transformers.") for kind in type(trainer).__mro__):
         vars(trainer)[LOAD] = partial(checkpoints.load_checkpoint, trainer)
 
 
-def _calls() -> list[dict[str, Any]]:
+def trainer_calls() -> list[dict[str, Any]]:
     """The local variables of the Trainer's methods that have led to this call, the innermost first."""
     every = [frame.f_locals for frame, _ in walk_stack(sys._getframe(1))]
     own = [getattr(each.get("self"), "__dict__", {}).get("callback_handler") for each in every]

@@ -5,10 +5,9 @@
     base/                          the packed base, as transformers writes it
     sparse_delta.safetensors       what was trained; ``load_model(folder, folder)`` puts it onto that base
     model.safetensors              the trained state, from which the Trainer resumes
-    config.json                    has from_pretrained() refuse the folder
+    adapter_*                      the delta as an adapter, by which from_pretrained() loads base and delta
 """
 
-import copy
 import functools
 import json
 import warnings
@@ -22,6 +21,7 @@ from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.core.module import masked_tensors
 from sparsify.delta import hub
+from sparsify.delta.adapter_files import write_adapter
 from sparsify.delta.checkpoint.reader import WEIGHTS_NAME
 from sparsify.delta.quantized_delta import LOSING, PACKED_FOLDER, QUANTIZER, refuse_to_lose
 from sparsify.errors import SparsifyError
@@ -82,15 +82,15 @@ def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options:
     with BaseWeights(engine.weights, model):
         save(folder / PACKED_FOLDER, **options)
     if options.get("is_main_process", True):
-        config = copy.deepcopy(model.config)
-        config.transformers_weights = "of quantized layers: call sparsify.load_model(folder, folder)"  # no file's name
-        config.to_json_file(folder / "config.json")
+        (folder / "config.json").unlink(missing_ok=True)  # by which the adapter's base would be the folder
         hub.save(folder, *delta)
+        write_adapter(folder, delta, str((folder / PACKED_FOLDER).absolute()))
         write_trained_state(engine, model, folder / WEIGHTS_NAME, state_dict)
         warnings.warn(
             "trained values cannot be written into quantized weights: the folder that was saved has the packed base in "
-            f'"{PACKED_FOLDER}" and a delta, and from_pretrained() refuses it. load_model(folder, folder) gives the '
-            "trained model; desparsify(model, dequantize=True), before save_pretrained(), makes an ordinary one.",
+            f'"{PACKED_FOLDER}" and a delta. load_model(folder, folder) gives the trained model, and so does '
+            "from_pretrained(folder) where PEFT is installed, sparsify imported and the folder in its place; "
+            "desparsify(model, dequantize=True), before save_pretrained(), makes an ordinary one.",
             stacklevel=2,
         )
     return None

@@ -125,7 +125,8 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
     record_settings(engine)
-    writes_merged = STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not engine.paused
+    saves_adapter = getattr(root, "_hf_peft_config_loaded", False)  # transformers writes that alone
+    writes_merged = STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not (engine.paused or saves_adapter)
     for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe()), 10 if writes_merged else 0), start=2):
         if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].startswith("transformers."):
             what = "the merged model, base and trained entries in one, and no delta"

@@ -1,0 +1,72 @@
+"""A delta as a PEFT adapter of type ``SPARSIFY``: the files by which transformers and PEFT load a base and a delta.
+
+    adapter_config.json          the base, and the settings of the run, as :class:`sparsify.peft.SparseConfig` has them
+    adapter_model.safetensors    KEY: (n,) uint8, the bytes of a delta file; what PEFT stores itself (modules_to_save)
+
+Nothing here needs PEFT. What loads these files does, and ``import sparsify``, without which PEFT knows no such type.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from sparsify.delta import format as delta_format
+from sparsify.delta.entries import DeltaParts, StrPath
+from sparsify.delta.format import FILE_NAME
+from sparsify.delta.peft_files import CONFIG_NAME
+
+PEFT_TYPE = "SPARSIFY"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in PEFT's files
+LAYER, DELTAS = "delta_adapters", "sparse_values"  # a module of the model, and its modules by name of the adapter
+_STATE = "training_state."
+KEY = f"{PREFIX}{LAYER}.{DELTAS}._extra_state"
+
+
+def to_blob(delta: DeltaParts, state: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The bytes of a delta's file as a tensor (n,) uint8, with a trained state to go on from."""
+    more = {_STATE + name: tensor for name, tensor in (state or {}).items()}
+    return torch.frombuffer(delta_format.to_bytes(*delta, more)[0], dtype=torch.uint8).clone()
+
+
+def from_blob(blob: Tensor) -> tuple[DeltaParts, dict[str, Tensor]]:
+    """Reverses :func:`to_blob`; raises ``DeltaFormatError`` for anything else."""
+    file = io.BytesIO(blob.numpy().tobytes())
+    with delta_format.refused("the adapter holds no delta that can be used", "download or save it again"):
+        header, document = delta_format.read_header(file)
+        optional = {key for key in header if key.startswith(_STATE)}
+        delta, state = delta_format.read_contents(file, header, document, optional)
+    return delta, {name.removeprefix(_STATE): tensor for name, tensor in state.items()}
+
+
+def read_adapter(path: StrPath) -> DeltaParts | None:
+    """The parts of the delta in the folder of an adapter, with the modules that PEFT stores; ``None`` for any other."""
+    file = Path(path, WEIGHTS_NAME)
+    stored = safetensors.torch.load_file(file) if file.is_file() and not (file.parent / FILE_NAME).exists() else {}
+    if KEY not in stored:
+        return None
+    (tensors, whole, config), _ = from_blob(stored.pop(KEY))
+    return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
+
+
+def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> None:
+    """Writes a delta as an adapter, to be run, of a base, by default the recorded one; nothing if none is known."""
+    config = delta[2]
+    settings = {
+        "peft_type": PEFT_TYPE,
+        "base_model_name_or_path": base or config.get("base_model_name_or_path"),
+        "revision": config.get("base_model_revision"),
+        "inference_mode": True,
+        "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
+    }
+    if settings["base_model_name_or_path"] is not None:
+        weights = safetensors.torch.save({KEY: to_blob(delta)}, {"format": "pt"})
+        delta_format.replace_file(folder / WEIGHTS_NAME, weights)
+        delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())

@@ -1,0 +1,298 @@
+"""All sparse adapters of a model, and which of them its weights hold.
+
+    in training    at most one: the model's engine and flat delta. While another one is shown, or none, the engine is
+                   paused over the base's values, and the optimizer goes on to hold the flat delta
+    other ones     kept as they are saved; those that only run are checked against the base in a DeltaSwitch
+
+The weights hold the active adapter's values at all times, so that merging, and a forward pass, cost nothing. PEFT and
+transformers find the adapters in one ``BaseTunerLayer`` without parameters, a child of the base model. What an adapter
+has learned is no part of the model's state dict, whose weights hold it: it is loaded as an extra state, of any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from sparsify.api import desparsify, sparsify
+from sparsify.common.names import ENGINE
+from sparsify.common.quantized import is_quantized
+from sparsify.delta.adapter_files import DELTAS, from_blob, to_blob
+from sparsify.delta.sparse_delta import SparseDelta
+from sparsify.delta.switch import DeltaSwitch
+from sparsify.errors import SparsifyError
+from sparsify.strategies.targets import PEFT_SAVED
+from sparsify.training.engine import Engine
+from sparsify.training.install import uninstall
+from sparsify.training.state import trained_state_of
+
+_REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
+_ONE = "the adapters {} cannot be active together; take one of them, or the sum of their deltas: a + 0.5 * b."
+
+
+class SparseAdapter(nn.Module):
+    """One adapter: its config, and what is saved of it, (n,) uint8, unless it is in training."""
+
+    def __init__(self, name: str, config: Any, layer: SparseAdapters) -> None:
+        super().__init__()
+        self.name, self.config, self.trains = name, config, not config.inference_mode
+        self.saved: Tensor | None = None
+        self._layer = (layer,)  # no submodule
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if state.numel():
+            self._layer[0].take(self.name, state.cpu())
+
+
+class SparseAdapters(nn.Module, BaseTunerLayer):
+    """The adapters of a model, by name, and what switches between them."""
+
+    adapter_layer_names = (DELTAS,)
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.sparse_values = nn.ModuleDict()
+        self.live: str | None = None  # the name of what is in training
+        self.shown: str | None = None  # of what the weights hold; the base's values where None
+        self._root = (root,)  # no submodule
+        self._could_train = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        self._trained: list[Tensor] | None = None  # the weights in training, while the engine is paused
+        self._switch = DeltaSwitch(root)
+        self._disable_adapters, self._active_adapter, self.merged_adapters = False, [], []
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs  # in a model that is an nn.Sequential
+
+    @property
+    def root(self) -> nn.Module:
+        """The base model."""
+        return self._root[0]
+
+    def get_base_layer(self) -> nn.Module:
+        return self.root
+
+    # -------------------------------------------------------------------------------- adapters come and go
+
+    def add(self, name: str, config: Any, *, active: bool) -> None:
+        """Adds an adapter, which has learned nothing until something is loaded; an active one that trains begins."""
+        twin = next((other for other, adapter in self.sparse_values.items() if adapter.config is config), None)
+        adapter = self.sparse_values[name] = SparseAdapter(name, config, self)
+        if self.live is None:
+            self._freeze()
+        if name == _REFERENCE and twin is not None:
+            adapter.trains = False
+            self.take(name, self.saved(twin))
+        if active:
+            self.set_adapter(name)
+
+    def take(self, name: str, saved: Tensor) -> None:
+        """Gives an adapter what was saved of it, or of another one; raises where the model is not its base."""
+        adapter, shown = self._adapter(name), self.shown
+        parts, state = from_blob(saved)
+        if adapter.trains and not state:
+            raise SparsifyError(
+                "the adapter was saved without its training state, and cannot be trained further: load it without "
+                "is_trainable, or save it with SparseConfig(save_training_state=True)."
+            )
+        if name == self.live:
+            self._show(name)
+            self.root.load_state_dict(state, strict=False)
+        elif adapter.trains:
+            adapter.saved = saved
+        else:
+            self._show(None)
+            try:
+                with self._plain() as switch:
+                    if name in switch:
+                        switch.detach(name)
+                    switch.attach(name, SparseDelta(*parts))
+                adapter.saved = saved
+            finally:
+                self._show(shown)
+        self._update()
+
+    def saved(self, name: str, *, with_state: bool = True) -> Tensor:
+        """What is saved of an adapter, (n,) uint8; without ``modules_to_save``, which PEFT saves itself."""
+        adapter, shown = self._adapter(name), self.shown
+        if name != self.live:
+            return to_blob(({}, {}, {})) if adapter.saved is None else adapter.saved
+        self._show(name)
+        try:
+            delta, state = SparseDelta.from_model(self.root), trained_state_of(self._engine, self.root)
+        finally:
+            self._show(shown)
+        return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        if adapter_name == self.live:
+            self._end()
+        elif adapter_name == self.shown:
+            self._show(None)
+        if adapter_name in self._switch:
+            with self._plain() as switch:
+                switch.detach(adapter_name)
+        del self.sparse_values[adapter_name]
+        others = [name for name in self.active_adapters if name != adapter_name]
+        self.set_adapter(others or list(self.sparse_values)[:1])
+
+    def leave(self, names: list[str] | None) -> None:
+        """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
+        names = self.active_adapters if names is None else names
+        if len(names) > 1:
+            raise SparsifyError(_ONE.format(names))
+        self._show(names[0] if names else None)
+        if names and names[0] == self.live:
+            desparsify(self.root)  # or raises, where weights are quantized
+        elif self.live is not None:
+            uninstall(self._engine, dequantize=False)
+
+    # -------------------------------------------------------------------------------- which one is shown
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        if len(names) > 1:
+            raise SparsifyError(_ONE.format(names))
+        before, self._active_adapter = self._active_adapter, names
+        try:
+            self._update()
+        except BaseException:
+            self._active_adapter = before
+            raise
+
+    def enable_adapters(self, enabled: bool) -> None:
+        self._disable_adapters = not enabled
+        self._update()
+
+    def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
+        if self.live in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
+            self._engine.values.requires_grad_(requires_grad)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if adapter_names:
+            self.set_adapter(adapter_names)
+        self.merged_adapters = list(self.active_adapters)  # whose values the weights hold anyway
+
+    def unmerge(self) -> None:
+        self.merged_adapters = []
+
+    def _move_adapter_to_device_of_base_layer(self, *args: Any, **kwargs: Any) -> None:
+        pass  # the weights hold it
+
+    def _adapter(self, name: str) -> Any:
+        return self.sparse_values[name]
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine = vars(self.root)[ENGINE]
+        return engine
+
+    def _update(self) -> None:
+        self._show(None if self._disable_adapters or not self.active_adapters else self.active_adapters[0])
+
+    def _show(self, name: str | None) -> None:
+        """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
+        if name is not None and name != self.live and self._adapter(name).trains:
+            self._begin(name)
+        if name == self.shown:
+            return
+        with self._plain() as switch:
+            switch.deactivate()
+        if self.live is not None and name != self.live and self._trained is None:
+            self._trained = self._engine.weights.make_base()
+        elif name == self.live and self._trained is not None:
+            self._engine.weights.make_trained(self._trained)
+            self._trained = None
+        if name is not None and name in self._switch:
+            with self._plain() as switch:
+                switch.activate(name)
+        self.shown = name
+
+    @contextmanager
+    def _plain(self) -> Iterator[DeltaSwitch]:
+        """Has the switch take the model for a plain one, while it writes, unseen by graphs that await backward."""
+        engine = vars(self.root).pop(ENGINE, None)
+        unseen = () if engine is None else tuple(self.root.parameters())
+        try:
+            with torch.autograd._unsafe_preserve_version_counter(unseen):  # type: ignore[attr-defined]
+                yield self._switch
+        finally:
+            if engine is not None:
+                vars(self.root)[ENGINE] = engine
+
+    # -------------------------------------------------------------------------------- what trains
+
+    def _begin(self, name: str) -> None:
+        """Has an adapter train, in place of what is in training; nothing changes if that fails."""
+        before = self.live
+        if before is not None:
+            self._adapter(before).saved = self.saved(before)
+            self._end()
+        try:
+            self._start(name)
+        except BaseException:
+            if before is not None:
+                self._start(before)
+            raise
+
+    def _start(self, name: str) -> None:
+        from sparsify.integrations.transformers import add_to_trainers
+
+        adapter, root = self._adapter(name), self.root
+        self._show(None)
+        flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+        wrapped, all_may = self._wrapped(), adapter.config.target_modules is not None  # PEFT's targets may be frozen
+        for key, parameter in root.named_parameters():
+            may_train = (all_may or key in self._could_train) and parameter.is_floating_point()
+            if may_train and parameter not in wrapped and not is_quantized(parameter):
+                parameter.requires_grad_(True)
+        peft_config = vars(root).pop("peft_config", None)  # with which sparsify() takes no quantized weights
+        try:
+            sparsify(root, **adapter.config.arguments(root))
+            self.live = self.shown = name
+            if adapter.saved is not None:
+                root.load_state_dict(from_blob(adapter.saved)[1], strict=False)
+                adapter.saved = None
+            add_to_trainers()
+        except BaseException:
+            if self.live is not None:
+                self._end()
+            for parameter, requires_grad in flags:
+                parameter.requires_grad_(requires_grad)
+            raise
+        finally:
+            if peft_config is not None:
+                root.peft_config = peft_config
+
+    def _end(self) -> None:
+        """Ends the training of what is in training; the weights are the base's then."""
+        with self._plain() as switch:
+            switch.deactivate()
+        if self._trained is None:
+            self._engine.weights.make_base()
+        uninstall(self._engine, dequantize=False)
+        self.live = self.shown = self._trained = None
+        self._freeze()
+
+    def _freeze(self) -> None:
+        wrapped = self._wrapped()
+        for parameter in self.root.parameters():
+            if parameter not in wrapped:
+                parameter.requires_grad_(False)
+
+    def _wrapped(self) -> set[nn.Parameter]:
+        """The parameters of ``modules_to_save`` and their originals, which PEFT switches itself."""
+        wrappers = (module for module in self.root.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+        return {parameter for module in wrappers for parameter in module.parameters()}
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if PEFT_SAVED not in name.split(".")}

@@ -1,0 +1,107 @@
+"""The settings of a sparse adapter, under PEFT's names and sparsify()'s."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from peft import PeftConfig, PeftType
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+
+from sparsify.core.schedule import Schedule
+from sparsify.delta.adapter_files import PEFT_TYPE
+from sparsify.errors import SparsifyError
+from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
+
+# arguments of sparsify() that are passed on; the last two go into no file
+_SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed", "calibration", "loss_fn")
+
+
+@dataclass
+class SparseConfig(PeftConfig):
+    """Trains ``budget`` of a model's numbers, chosen while it trains: a ``PeftConfig`` to use in place of LoRA's.
+
+    ``task_type``, ``inference_mode``, ``revision``, ``layers_to_transform``, ``layers_pattern`` and ``modules_to_save``
+    are PEFT's; the other arguments are those of :func:`sparsify.sparsify`. Without ``target_modules``, all parameters
+    that require grad are candidates; those that it names are candidates even if they are frozen.
+
+    Args:
+        strategy: the name of a preset, a ``Strategy``, or what its ``to_dict()`` gives.
+        schedule: a name, a ``Schedule``, or its fields as a dict.
+        steps: planned number of optimizer steps; those of the Hugging Face Trainer, and of TRL's, are found.
+        save_training_state: also save what training needs to go on, which takes about two thirds of the file.
+
+    Raises:
+        SparsifyError: when a setting is unknown, or two of them cannot be combined.
+
+    Example:
+        >>> config = SparseConfig(budget=0.002, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        >>> SparseConfig(**config.to_dict()) == config
+        True
+    """
+
+    budget: int | float | None = None
+    strategy: str | dict[str, Any] = "id3"
+    schedule: str | dict[str, Any] = "uniform"
+    steps: int | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    seed: int = 0
+    save_training_state: bool = True
+    calibration: Any = field(default=None, repr=False, compare=False)
+    loss_fn: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType(PEFT_TYPE)
+        if isinstance(self.strategy, Strategy):
+            self.strategy = self.strategy.to_dict()
+        if isinstance(self.schedule, Schedule):
+            self.schedule = asdict(self.schedule)
+        if self.modules_to_save is not None:
+            self.modules_to_save = list(self.modules_to_save)  # to which PEFT adds heads
+        if self.layers_to_transform is not None and not isinstance(self.target_modules, (list, tuple, set)):
+            raise SparsifyError(
+                f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}; "
+                'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
+            )
+        if not self.inference_mode:  # an adapter may be run where its own importance is not known
+            self._resolve()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings in JSON types, without the calibration."""
+        own = copy.copy(self)
+        own.calibration = own.loss_fn = None
+        return {key: value for key, value in asdict(own).items() if key not in ("calibration", "loss_fn")}
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """The arguments of ``sparsify()`` for a model."""
+        strategy, schedule = self._resolve()
+        targets = self.target_modules
+        if self.layers_to_transform is not None:
+            names = [name for name, _ in model.named_modules() if check_target_module_exists(self, name)]
+            if not names:
+                raise SparsifyError(
+                    f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r} match no module "
+                    "of the model; give numbers of its layers from 0, and layers_pattern if their list is not found."
+                )
+            targets = "|".join(map(re.escape, names))
+        own = {name: getattr(self, name) for name in _SAME}
+        return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets}
+
+    def _resolve(self) -> tuple[Strategy, Schedule]:
+        if self.strategy == "full":
+            raise SparsifyError('strategy "full" trains every entry, which is no adapter; leave PEFT out.')
+        strategy = Strategy.from_dict(self.strategy) if isinstance(self.strategy, dict) else self.strategy
+        try:
+            schedule = Schedule(**self.schedule) if isinstance(self.schedule, dict) else self.schedule
+        except TypeError:
+            raise SparsifyError(f"schedule={self.schedule!r}; expected a name, or the fields of a Schedule.") from None
+        return resolve_strategy(strategy), resolve_schedule(schedule)

@@ -1,0 +1,85 @@
+"""What PEFT asks of a method: adapters are injected, saved, loaded and merged through this class."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.other import set_additional_trainable_modules
+from torch import Tensor, nn
+
+from sparsify.delta.adapter_files import DELTAS, LAYER
+from sparsify.peft.adapters import SparseAdapters
+from sparsify.strategies.targets import PEFT_SAVED, match_modules
+
+_PEFTS_HEADS = ("classifier", "score", "qa_outputs")  # which PEFT adds to modules_to_save, whether they exist or not
+
+
+class SparseModel(BaseTuner):
+    """The tuner of ``SparseConfig``: a model with :class:`SparseAdapters`, which does the work."""
+
+    prefix = DELTAS  # also of the flat delta, so that TRL leaves it out where it copies weights to an engine
+    tuner_layer_cls = SparseAdapters
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Adds an adapter; a model's first one is active. If that fails, the model is what it was."""
+        config: Any = self.peft_config[adapter_name]
+        names = [name for name in config.modules_to_save or () if name not in _PEFTS_HEADS]
+        match_modules(model, names or None, "modules_to_save")
+        if not config.inference_mode:  # an inactive adapter begins later, and PEFT does not expect it to fail then
+            for argument in ("target_modules", "exclude_modules"):
+                match_modules(model, config.arguments(model)[argument], argument)
+        children = {module: dict(module._modules) for module in model.modules()}
+        flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            if not hasattr(model, LAYER):
+                model.add_module(LAYER, SparseAdapters(model))
+            layer: SparseAdapters = getattr(model, LAYER)
+            is_first = not layer.sparse_values
+            heads = copy.copy(config)
+            heads.trainable_token_indices = None  # whose rows are entries here
+            set_additional_trainable_modules(
+                model=model, peft_config=heads, model_config=self.get_model_config(model), adapter_name=adapter_name,
+                activate_adapter=is_first,
+            )  # fmt: skip
+            layer.add(adapter_name, config, active=is_first)
+        except BaseException:
+            for module, own in children.items():  # without the layer, and PEFT's wrappers
+                module._modules.clear()
+                module._modules.update(own)
+            for parameter, requires_grad in flags:
+                parameter.requires_grad_(requires_grad)
+            raise
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError  # PEFT's inject_adapter() would call it
+
+    @classmethod
+    def _get_adapter_state_dict(  # type: ignore[override]
+        cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """What is saved of an adapter, apart from its ``modules_to_save``: its delta."""
+        found = ((name, module) for name, module in model.named_modules() if isinstance(module, SparseAdapters))
+        name, layer = next(found)
+        return {
+            f"{name}.{DELTAS}.{adapter_name}._extra_state": layer.saved(
+                adapter_name, with_state=config.save_training_state
+            )
+        }
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(  # type: ignore[override]
+        cls, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """What is loaded: the delta, and ``modules_to_save``; PEFT stores resized embeddings as well as the delta."""
+        own = super()._remap_adapter_state_dict_for_load(**kwargs)
+        return {name: value for name, value in own.items() if {LAYER, PEFT_SAVED} & set(name.split("."))}
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        getattr(self.model, LAYER).leave(adapter_names if merge else [])
+        delattr(self.model, LAYER)
+        return super()._unload_and_optionally_merge(merge, *args, adapter_names=adapter_names, **kwargs)
