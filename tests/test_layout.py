@@ -23,6 +23,7 @@ FLOORS = [
     {"api", "loading"},
     {""},  # the package itself: the public names
     {"analysis", "integrations"},
+    {"peft"},
     {"cli"},
     {"__main__"},
 ]

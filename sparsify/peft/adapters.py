@@ -247,6 +247,8 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         from sparsify.integrations.transformers import add_to_trainers
 
         adapter, root = self._adapter(name), self.root
+        if nn.LayerNorm(1).weight.is_meta:  # as PEFT makes all parameters then
+            raise SparsifyError("low_cpu_mem_usage=True is for adapters that do not train: leave it out.")
         self._show(None)
         flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
         wrapped, all_may = self._wrapped(), adapter.config.target_modules is not None  # PEFT's targets may be frozen

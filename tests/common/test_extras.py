@@ -1,8 +1,11 @@
 """Optional dependencies: imported in one place, with an error that names the extra."""
 
+import importlib.util
+import sys
+
 import pytest
 
-from sparsify.common.extras import MissingExtraError, require
+from sparsify.common.extras import MissingExtraError, import_after, require
 
 
 def test_a_missing_module_is_an_error_that_names_the_extra():
@@ -17,3 +20,18 @@ def test_what_a_module_itself_lacks_is_not_blamed_on_the_extra(tmp_path, monkeyp
     with pytest.raises(ModuleNotFoundError, match="no_such_thing") as error:
         require("module_with_a_broken_import", extra="demo")
     assert not isinstance(error.value, MissingExtraError)
+
+
+def test_a_module_is_imported_right_after_another_one_and_not_when_that_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "first_of_two.py").write_text("import sys\nassert 'second_of_two' not in sys.modules\nvalue = 3\n")
+    (tmp_path / "second_of_two.py").write_text("import first_of_two\nassert first_of_two.value == 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    import_after("first_of_two", "second_of_two")
+    assert importlib.util.find_spec("first_of_two") is not None
+    assert "second_of_two" not in sys.modules
+    importlib.import_module("first_of_two")
+    assert "second_of_two" in sys.modules
+    del sys.modules["second_of_two"]
+    import_after("first_of_two", "second_of_two")  # which is imported already
+    assert "second_of_two" in sys.modules

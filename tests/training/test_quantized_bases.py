@@ -103,9 +103,8 @@ def test_what_is_saved_is_the_packed_base_and_a_delta_that_load_model_puts_toget
     train(model, batches[:STEPS])
     with pytest.warns(UserWarning, match="trained values cannot be written into quantized weights"):
         model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"load_model\(folder, folder\)"):
-        load(tmp_path)
-    loaded = load_model(tmp_path, tmp_path).train()
+    loaded, served = load_model(tmp_path, tmp_path).train(), load(tmp_path, dtype=dtype).train()
+    assert torch.equal(served(**batches[0]).logits, loaded(**batches[0]).logits)
     assert loaded.model.norm.weight.dtype == dtype  # 8-bit weights stand for float32
     rounding = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 0.02}
     torch.testing.assert_close(loaded(**batches[0]).logits, model(**batches[0]).logits, **rounding)

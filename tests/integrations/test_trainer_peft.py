@@ -1,0 +1,153 @@
+"""Trainers with peft_config=SparseConfig(...): steps are found without a callback, and checkpoints resume and serve."""
+
+import shutil
+
+import pytest
+import torch
+from models import build
+from trainers import BEST, BUDGET, STEPS, WORDS, make_trainer, rows_of, steps_done, tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
+
+from sparsify import SparseDelta, SparsifyCallback, SparsifyError, get_engine, load_model, sparsify
+
+peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+from sparsify.peft import SparseConfig  # noqa: E402
+
+TARGETS = ["q_proj", "v_proj"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("bert", "llama")}
+    for name, path in paths.items():
+        build(name)[0].save_pretrained(path)
+    return paths
+
+
+@pytest.fixture
+def wrapped(folders):
+    def make(**changes):
+        model = BertForSequenceClassification.from_pretrained(folders["bert"])
+        own = {"budget": BUDGET, "target_modules": ["query", "value"], "task_type": "SEQ_CLS", **changes}
+        return peft.get_peft_model(model, SparseConfig(**own))
+
+    return make
+
+
+@torch.no_grad()
+def scores(model, name="bert"):
+    return model.eval()(**build(name)[1][0]).logits
+
+
+def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrapped, folders, tmp_path):
+    whole = make_trainer(wrapped(), tmp_path, callbacks=[])
+    whole.train()
+    assert steps_done(whole.model) == (STEPS, BUDGET)
+    assert "unmasked" in whole.state.log_history[0]
+    plain = sparsify(
+        BertForSequenceClassification.from_pretrained(folders["bert"]), BUDGET, target_modules=["query", "value"],
+        modules_to_save=["classifier"],
+    )  # fmt: skip
+    make_trainer(plain, tmp_path / "plain").train()
+    assert torch.equal(get_engine(plain).values, get_engine(whole.model).values)
+    for step in range(STEPS // 2 + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+    again = make_trainer(wrapped(), tmp_path, callbacks=[])
+    again.train(resume_from_checkpoint=True)
+    assert steps_done(again.model) == (STEPS, BUDGET)
+    assert torch.equal(scores(again.model), scores(whole.model))
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped, folders, tmp_path):
+    run = make_trainer(wrapped(), tmp_path, callbacks=[SparsifyCallback()], **BEST)
+    run.train()
+    assert sum(isinstance(callback, SparsifyCallback) for callback in run.callback_handler.callbacks) == 1
+    best = run.state.best_model_checkpoint
+    assert not best.endswith(f"-{STEPS}")
+    served = AutoModelForSequenceClassification.from_pretrained(best)
+    base = BertForSequenceClassification.from_pretrained(folders["bert"])
+    for model in (served, peft.PeftModel.from_pretrained(base, best)):
+        assert torch.equal(scores(model), scores(run.model))
+
+
+def test_a_strategy_that_does_not_know_its_steps_says_so_before_it_trains(wrapped):
+    with pytest.raises(SparsifyError, match="the number of training steps is not known"):
+        wrapped()(**build("bert")[1][0]).loss.backward()
+
+
+def test_an_adapter_of_transformers_own_trains_too(folders, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(folders["llama"])
+    model.add_adapter(SparseConfig(budget=BUDGET, target_modules=TARGETS))
+    run = make_trainer(model, tmp_path, rows_of("llama"), callbacks=[])
+    run.train()
+    assert steps_done(model) == (STEPS, BUDGET)
+    model.save_pretrained(tmp_path / "adapter")
+    for folder in ("adapter", f"checkpoint-{STEPS}"):
+        assert torch.equal(
+            scores(AutoModelForCausalLM.from_pretrained(tmp_path / folder), "llama"), scores(model, "llama")
+        )
+
+
+def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(folders["bert"])
+    run = make_trainer(sparsify(model, BUDGET, modules_to_save=["classifier"]), tmp_path)
+    run.train()
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    for loaded in (
+        AutoModelForSequenceClassification.from_pretrained(folder), load_model(folders["bert"], folder),
+        peft.AutoPeftModel.from_pretrained(folder),
+    ):  # fmt: skip
+        assert torch.equal(scores(loaded), scores(model))
+    assert SparseDelta.load(folder) == SparseDelta.from_model(model)
+
+
+def sentences(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator)) for _ in range(24)]
+
+
+def trl_trainer(trl, method, model, folder, columns, **options):
+    kind, arguments = getattr(trl, f"{method}Trainer"), getattr(trl, f"{method}Config")
+    arguments = arguments(
+        str(folder), max_steps=STEPS, save_steps=2, learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[],
+        disable_tqdm=True, max_length=12, per_device_train_batch_size=4,
+    )  # fmt: skip
+    data = pytest.importorskip("datasets").Dataset.from_dict({name: sentences(n) for n, name in enumerate(columns)})
+    return kind(model, args=arguments, train_dataset=data, processing_class=tokenizer(), **options)
+
+
+@pytest.mark.parametrize(("method", "columns"), [("SFT", ["text"]), ("DPO", ["prompt", "chosen", "rejected"])])
+def test_trl_takes_it_as_peft_config(method, columns, folders, tmp_path):
+    trl, config = pytest.importorskip("trl"), SparseConfig(budget=BUDGET, target_modules=TARGETS)
+    base = LlamaForCausalLM.from_pretrained(folders["llama"])
+    run = trl_trainer(trl, method, base, tmp_path, columns, peft_config=config)
+    run.train()
+    assert steps_done(run.model) == (STEPS, BUDGET)
+    assert getattr(run, "ref_model", None) is None
+    run.save_model(tmp_path / "final")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
+
+
+def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(folders, tmp_path):
+    trl, config = pytest.importorskip("trl"), SparseConfig(budget=BUDGET, target_modules=TARGETS)
+
+    def base():
+        return LlamaForCausalLM.from_pretrained(folders["llama"])
+
+    first = trl_trainer(trl, "SFT", base(), tmp_path / "sft", ["text"], peft_config=config)
+    first.train()
+    first.save_model(tmp_path / "first")
+    model = peft.PeftModel.from_pretrained(base(), tmp_path / "first", is_trainable=True)
+    run = trl_trainer(trl, "DPO", model, tmp_path / "dpo", ["prompt", "chosen", "rejected"])
+    run.train()
+    assert not torch.equal(scores(model, "llama"), scores(first.model, "llama"))
+    model.set_adapter("ref")
+    assert torch.equal(scores(model, "llama"), scores(first.model, "llama"))

@@ -1,0 +1,343 @@
+"""SparseConfig, as those who know PEFT alone use it: every verb of PEFT and transformers gives sparsify()'s numbers."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import build, run_steps
+from torch import nn
+from trainers import tokenizer
+from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
+
+from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
+from sparsify.api import get_engine
+
+peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
+
+from sparsify.peft import SparseConfig  # noqa: E402
+
+STEPS, BUDGET, TARGETS = 6, 50, ["q_proj", "v_proj", "down_proj"]
+BATCHES = build("llama")[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    build("llama")[0].save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def base(folder):
+    return lambda: LlamaForCausalLM.from_pretrained(folder)
+
+
+def config(**changes):
+    own = {"budget": BUDGET, "steps": STEPS, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **changes}
+    return SparseConfig(**own)
+
+
+def train(model, steps=slice(STEPS), optimizer=None):
+    optimizer = run_steps(model.train(), BATCHES[steps], optimizer)[1]
+    model.eval()
+    return optimizer
+
+
+def adapted(base, **changes):
+    model = get_peft_model(base(), config(**changes))
+    train(model)
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(input_ids=BATCHES[-1]["input_ids"]).logits
+
+
+def same(model, *others):
+    return all(torch.equal(logits(model), logits(other)) for other in others)
+
+
+def test_it_is_sparsify_to_the_bit_and_no_second_copy_of_a_weight(base, capsys):
+    model, plain = base(), sparsify(base(), BUDGET, steps=STEPS, target_modules=TARGETS)
+    wrapped = get_peft_model(model, config())
+    assert wrapped.get_base_model() is model
+    assert [n for n, p in wrapped.named_parameters() if p.requires_grad] == ["base_model.model.sparse_values"]
+    assert sum(p.numel() for p in wrapped.parameters()) == sum(p.numel() for p in plain.parameters())
+    train(wrapped)
+    train(plain)
+    assert torch.equal(get_engine(wrapped).values, get_engine(plain).values)
+    assert torch.equal(get_engine(wrapped).entries.ids, get_engine(plain).entries.ids)
+    assert SparseDelta.from_model(wrapped) == SparseDelta.from_model(plain)
+    wrapped.print_trainable_parameters()
+    assert capsys.readouterr().out.startswith(f"trainable params: {BUDGET} ||")
+    assert same(wrapped, plain)
+    assert not same(wrapped, base())
+
+
+def test_the_config_goes_through_json_and_refuses_what_it_does_not_know(tmp_path):
+    own = SparseConfig(strategy=Strategy(D3(exp=1), Increment()), schedule=Schedule(every=2), budget=0.01, seed=3)
+    own.save_pretrained(tmp_path)
+    assert PeftConfig.from_pretrained(tmp_path) == own
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "SPARSIFY"
+    for wrong, text in [
+        ({"strategy": "id4"}, "unknown strategy 'id4'"), ({"schedule": {"evry": 2}}, "fields of a Schedule"),
+        ({"strategy": "full"}, "is no adapter"), ({"layers_to_transform": 1}, "expected a list of names there"),
+    ]:  # fmt: skip
+        with pytest.raises(SparsifyError, match=text):
+            SparseConfig(budget=5, **wrong)
+
+
+def test_layers_are_chosen_as_by_pefts_own_configs(base):
+    both = [get_peft_model(base(), kind) for kind in (
+        config(layers_to_transform=[1]), LoraConfig(target_modules=TARGETS, layers_to_transform=[1]))]  # fmt: skip
+    trained = [tensor.name for tensor in get_engine(both[0]).tensors]
+    assert trained == [f"{name}.weight" for name in both[1].targeted_module_names]
+    with pytest.raises(SparsifyError, match=r"layers_to_transform=\[9\] match no module"):
+        get_peft_model(base(), config(layers_to_transform=[9]))
+
+
+def test_what_is_refused_leaves_the_model_as_it_was(base):
+    torch.manual_seed(0)
+    classifier = BertForSequenceClassification(build("bert")[0].config)
+    for model, changes, text in [
+        (base(), {"target_modules": ["q_prj"]}, "Near names: .*q_proj"), (base(), {"budget": 10**9}, "expected 1 to"),
+        (base(), {"modules_to_save": ["haed"]}, "modules_to_save: 'haed' matches no module"),
+        (base(), {"strategy": "fish"}, "pass calibration="),
+        (classifier, {"budget": None, "target_modules": ["query"], "task_type": "SEQ_CLS"}, "budget=None"),
+    ]:  # fmt: skip
+        next(model.parameters()).requires_grad_(False)
+        before = list(model.named_modules()), [p.requires_grad for p in model.parameters()]
+        with pytest.raises(SparsifyError, match=text):
+            get_peft_model(model, config(**changes))
+        assert before == (list(model.named_modules()), [p.requires_grad for p in model.parameters()])
+        assert not hasattr(model, "peft_config")
+    with pytest.raises(SparsifyError, match="low_cpu_mem_usage"):
+        get_peft_model(base(), config(), low_cpu_mem_usage=True)
+
+
+def test_targets_are_trained_where_they_are_frozen_and_without_targets_what_requires_grad(base):
+    model = base().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    assert len(get_engine(get_peft_model(copy.deepcopy(model), config())).tensors) == len(TARGETS) * 2
+    assert [t.name for t in get_engine(get_peft_model(model, config(target_modules=None))).tensors] == [
+        "lm_head.weight"
+    ]
+
+
+def test_saved_it_is_two_files_and_every_way_of_loading_gives_the_trained_model(base, tmp_path):
+    model = adapted(base)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    plain = base()
+    plain.load_adapter(tmp_path)
+    loaded = [
+        PeftModel.from_pretrained(base(), tmp_path), AutoPeftModelForCausalLM.from_pretrained(tmp_path), plain,
+        PeftModel.from_pretrained(base(), tmp_path, low_cpu_mem_usage=True), pickle.loads(pickle.dumps(model)),
+        AutoModelForCausalLM.from_pretrained(tmp_path), SparseDelta.load(tmp_path).apply(base()),
+    ]  # fmt: skip
+    assert same(model, *loaded)
+    assert not any(p.requires_grad for p in loaded[0].parameters())
+    plain.disable_adapters()
+    assert same(plain, base())
+    plain.enable_adapters()
+    assert same(plain, model)
+    for kind in (True, False):
+        model.peft_config["default"].save_training_state = kind
+        model.save_pretrained(tmp_path / str(kind))
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path / "False"))
+    with pytest.raises(SparsifyError, match="saved without its training state, and cannot be trained further"):
+        PeftModel.from_pretrained(base(), tmp_path / "False", is_trainable=True)
+    sizes = [(tmp_path / kind / "adapter_model.safetensors").stat().st_size for kind in ("True", "False")]
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_a_pipeline_serves_the_folder(base, tmp_path):
+    model = adapted(base)
+    model.save_pretrained(tmp_path)
+    assert same(pipeline("text-generation", model=str(tmp_path)).model, model)
+
+
+def test_training_goes_on_bit_for_bit_from_what_was_saved(base, tmp_path):
+    whole, half = adapted(base), get_peft_model(base(), config())
+    optimizer = train(half, slice(3))
+    half.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+    assert same(again, half)
+    second = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    second.load_state_dict(optimizer.state_dict())
+    train(again, slice(3, STEPS), second)
+    assert same(again, whole)
+
+
+def test_another_base_and_a_process_without_sparsify_are_errors(base, tmp_path):
+    adapted(base).save_pretrained(tmp_path)
+    with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
+        PeftModel.from_pretrained(build("llama", seed=5)[0], tmp_path)
+    load = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}); print('loaded')"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        for code in (load, f"import sparsify, sys; assert 'peft' not in sys.modules; {load}")
+    ]
+    assert "KeyError: 'SPARSIFY'" in runs[0].stderr
+    assert runs[1].stdout.split() == ["loaded"], runs[1].stderr
+
+
+def test_an_older_peft_is_refused_to_those_who_ask_for_it_alone():
+    code = "import peft; peft.__version__ = '0.20.1'; import sparsify; print('fine'); import sparsify.peft"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert run.stdout == "fine\n"
+    assert (
+        "SparsifyError: sparsify.peft needs PEFT 0.21 or later, and this is 0.20.1: `pip install -U peft`" in run.stderr
+    )
+
+
+def test_several_adapters_share_a_base_while_one_of_them_trains(base, tmp_path):
+    other = adapted(base, strategy="pafi")
+    other.save_pretrained(tmp_path)
+    model = get_peft_model(base(), config())
+    optimizer = train(model, slice(3))
+    values = get_engine(model).values
+    model.load_adapter(tmp_path, "other")
+    with pytest.raises(SparsifyError, match="cannot be active together"):
+        model.base_model.set_adapter(["default", "other"])
+    batch = BATCHES[3]
+    optimizer.zero_grad()
+    loss = model.train()(**batch).loss
+    model.set_adapter("other")  # between forward and backward, as a reference is run
+    assert same(model, other)
+    with model.disable_adapter():
+        assert same(model, base())
+    assert same(model, other)
+    model.set_adapter("default")
+    assert get_engine(model).values is values
+    loss.backward()
+    optimizer.step()
+    train(model, slice(4, STEPS), optimizer)
+    assert same(model, adapted(base))
+    with model.disable_adapter():
+        model.save_pretrained(tmp_path / "both")
+        assert same(model, base())
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path / "both"))
+    assert same(other, PeftModel.from_pretrained(base(), tmp_path / "both" / "other"))
+    model.set_adapter("other")
+    model.delete_adapter("other")
+    assert model.active_adapter == "default"
+    assert same(model, adapted(base))
+    model.delete_adapter("default")
+    assert same(model.base_model.model, base())
+
+
+def test_a_second_adapter_trains_in_place_of_the_first_which_goes_on_later(base):
+    model = get_peft_model(base(), config())
+    train(model, slice(3))
+    with pytest.raises(SparsifyError, match="'nothing' matches no module"):
+        model.add_adapter("wrong", config(target_modules=["nothing"]))
+    model.add_adapter("large", config(budget=10**9))
+    with pytest.raises(SparsifyError, match="expected 1 to"):
+        model.set_adapter("large")  # the first one goes on
+    model.add_adapter("two", config())
+    before = logits(model.get_base_model())
+    model.set_adapter("two")
+    assert same(model, base())
+    train(model)
+    assert same(model, adapted(base))
+    model.set_adapter("default")
+    assert torch.equal(logits(model), before)
+    assert get_engine(model).step == 3
+
+
+@pytest.mark.parametrize("how", ["trained", "loaded"])
+def test_merged_or_unloaded_it_is_a_plain_model(how, base, tmp_path):
+    def model():
+        trained = adapted(base)
+        if how == "trained":
+            return trained
+        trained.save_pretrained(tmp_path)
+        return PeftModel.from_pretrained(base(), tmp_path)
+
+    trained = adapted(base)
+    own = model()
+    own.merge_adapter()
+    own.unmerge_adapter()
+    with own.disable_adapter():
+        assert same(own, base())
+    merged, unloaded = own.merge_and_unload(), model().unload()
+    assert same(merged, trained)
+    assert same(unloaded, base())
+    for plain in (merged, unloaded):
+        assert plain.state_dict().keys() == base().state_dict().keys()
+        assert not hasattr(plain, "peft_config")
+        sparsify(plain.requires_grad_(True), 5, steps=1)
+
+
+def test_a_head_is_trained_dense_saved_by_peft_and_disabled_with_the_adapter(tmp_path):
+    build("bert")[0].save_pretrained(tmp_path / "base")
+    batches = build("bert")[1]
+
+    def base():
+        return BertForSequenceClassification.from_pretrained(tmp_path / "base")
+
+    def scores(model):
+        with torch.no_grad():
+            return model.eval()(**batches[-1]).logits
+
+    own = {"target_modules": ["query", "value"], "steps": STEPS}
+    model = get_peft_model(base(), SparseConfig(budget=BUDGET, task_type="SEQ_CLS", **own))
+    plain = sparsify(base(), BUDGET, modules_to_save=["classifier"], **own)
+    for each in (model, plain):
+        run_steps(each.train(), batches[:STEPS])
+    assert torch.equal(scores(model), scores(plain))
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    for each in (model, again):
+        assert torch.equal(scores(each), scores(plain))
+        with each.disable_adapter():
+            assert torch.equal(scores(each), scores(base()))
+    assert torch.equal(scores(SparseDelta.load(tmp_path / "adapter").apply(base())), scores(plain))
+    for each in (model, again):
+        assert torch.equal(scores(each.merge_and_unload()), scores(plain))
+
+
+def test_a_resized_vocabulary_and_the_rows_of_tokens_are_in_the_delta(base, tmp_path):
+    def resized():
+        model = base()
+        torch.manual_seed(7)
+        model.resize_token_embeddings(44, mean_resizing=False)
+        return model
+
+    for start, changes in [(resized, {"target_modules": ["embed_tokens"]}), (base, {"trainable_token_indices": [4]})]:
+        model = adapted(start, **changes)
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(start(), tmp_path)
+        assert same(again, model)
+        with again.disable_adapter():
+            assert same(again, start())
+
+
+def test_a_root_without_children_to_spare(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+
+    x = torch.randn(4, 8)
+    for root in (make, lambda: make()[0]):
+        model = get_peft_model(root(), SparseConfig(budget=5, steps=1))
+        plain = sparsify(root(), 5, steps=1)
+        for each in (model, plain):
+            optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+            each(x).square().mean().backward()
+            optimizer.step()
+        model.save_pretrained(tmp_path)
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(PeftModel.from_pretrained(root(), tmp_path)(x), plain(x))
