@@ -40,7 +40,12 @@ def import_after(module: str, other: str) -> None:
             sys.meta_path.insert(0, finder)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            vars(spec.loader)["exec_module"] = lambda new: (execute(new), import_after(module, other))
+
+            def exec_module(new: ModuleType) -> None:
+                execute(new)
+                import_after(module, other)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     finder: Any = SimpleNamespace(find_spec=find_spec)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sparsify.api import get_engine
 from sparsify.delta.adapter_files import write_adapter
+from sparsify.errors import SparsifyError
 from sparsify.training.quantized import save_pretrained
 from sparsify.training.state import write_trained_state as write_state
 
@@ -82,7 +83,10 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
     if options.get("is_main_process", True):
         write_trained_state(model, folder, args, options.get("state_dict"))
         if not is_peft and not engine.sharded:  # whose delta all ranks would have to gather
-            write_adapter(folder, engine.source.export(None, model))
+            try:
+                write_adapter(folder, engine.source.export(None, model))
+            except SparsifyError as error:  # the run goes on, and resumes
+                warnings.warn(f"from_pretrained() will not take `{folder}`: {error}", stacklevel=2)
     return None
 
 

@@ -25,7 +25,6 @@ def _add_type(types: Any) -> None:
     """Adds a member to an enum of strings, as its body would."""
     member = str.__new__(types, PEFT_TYPE)
     member._name_ = member._value_ = PEFT_TYPE
-    member.__objclass__, member._sort_order_ = types, len(types)
     type.__setattr__(types, PEFT_TYPE, member)
     types._member_map_[PEFT_TYPE] = types._value2member_map_[PEFT_TYPE] = member
     types._member_names_.append(PEFT_TYPE)

@@ -11,7 +11,7 @@ has learned is no part of the model's state dict, whose weights hold it: it is l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,6 @@ from sparsify.training.install import uninstall
 from sparsify.training.state import trained_state_of
 
 _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
-_ONE = "the adapters {} cannot be active together; take one of them, or the sum of their deltas: a + 0.5 * b."
 
 
 class SparseAdapter(nn.Module):
@@ -74,13 +73,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     @property
     def root(self) -> nn.Module:
-        """The base model."""
         return self._root[0]
 
     def get_base_layer(self) -> nn.Module:
         return self.root
-
-    # -------------------------------------------------------------------------------- adapters come and go
 
     def add(self, name: str, config: Any, *, active: bool) -> None:
         """Adds an adapter, which has learned nothing until something is loaded; an active one that trains begins."""
@@ -109,12 +105,14 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         elif adapter.trains:
             adapter.saved = saved
         else:
+            delta = SparseDelta(*parts)
             self._show(None)
             try:
                 with self._plain() as switch:
                     if name in switch:
+                        delta.plan(self.root)  # or raises, while the earlier one is there
                         switch.detach(name)
-                    switch.attach(name, SparseDelta(*parts))
+                    switch.attach(name, delta)
                 adapter.saved = saved
             finally:
                 self._show(shown)
@@ -146,21 +144,16 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def leave(self, names: list[str] | None) -> None:
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
-        names = self.active_adapters if names is None else names
-        if len(names) > 1:
-            raise SparsifyError(_ONE.format(names))
-        self._show(names[0] if names else None)
-        if names and names[0] == self.live:
+        name = _single(self.active_adapters if names is None else names)
+        self._show(name)
+        if name is not None and name == self.live:
             desparsify(self.root)  # or raises, where weights are quantized
         elif self.live is not None:
             uninstall(self._engine, dequantize=False)
 
-    # -------------------------------------------------------------------------------- which one is shown
-
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-        if len(names) > 1:
-            raise SparsifyError(_ONE.format(names))
+        _single(names)
         before, self._active_adapter = self._active_adapter, names
         try:
             self._update()
@@ -196,7 +189,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         return engine
 
     def _update(self) -> None:
-        self._show(None if self._disable_adapters or not self.active_adapters else self.active_adapters[0])
+        self._show(None if self._disable_adapters else _single(self.active_adapters))
 
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
@@ -228,8 +221,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             if engine is not None:
                 vars(self.root)[ENGINE] = engine
 
-    # -------------------------------------------------------------------------------- what trains
-
     def _begin(self, name: str) -> None:
         """Has an adapter train, in place of what is in training; nothing changes if that fails."""
         before = self.live
@@ -250,7 +241,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         if nn.LayerNorm(1).weight.is_meta:  # as PEFT makes all parameters then
             raise SparsifyError("low_cpu_mem_usage=True is for adapters that do not train: leave it out.")
         self._show(None)
-        flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
         wrapped, all_may = self._wrapped(), adapter.config.target_modules is not None  # PEFT's targets may be frozen
         for key, parameter in root.named_parameters():
             may_train = (all_may or key in self._could_train) and parameter.is_floating_point()
@@ -267,8 +257,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         except BaseException:
             if self.live is not None:
                 self._end()
-            for parameter, requires_grad in flags:
-                parameter.requires_grad_(requires_grad)
+            self._freeze()
             raise
         finally:
             if peft_config is not None:
@@ -294,6 +283,13 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         """The parameters of ``modules_to_save`` and their originals, which PEFT switches itself."""
         wrappers = (module for module in self.root.modules() if isinstance(module, AuxiliaryTrainingWrapper))
         return {parameter for module in wrappers for parameter in module.parameters()}
+
+
+def _single(names: Sequence[str]) -> str | None:
+    if len(names) > 1:
+        sums = "DeltaSwitch.activate(names) takes several deltas, and their sum is a delta: a + 0.5 * b."
+        raise SparsifyError(f"the adapters {names} cannot be active together; take one of them. {sums}")
+    return next(iter(names), None)
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -100,8 +100,5 @@ class SparseConfig(PeftConfig):
         if self.strategy == "full":
             raise SparsifyError('strategy "full" trains every entry, which is no adapter; leave PEFT out.')
         strategy = Strategy.from_dict(self.strategy) if isinstance(self.strategy, dict) else self.strategy
-        try:
-            schedule = Schedule(**self.schedule) if isinstance(self.schedule, dict) else self.schedule
-        except TypeError:
-            raise SparsifyError(f"schedule={self.schedule!r}; expected a name, or the fields of a Schedule.") from None
+        schedule = Schedule(**self.schedule) if isinstance(self.schedule, dict) else self.schedule
         return resolve_strategy(strategy), resolve_schedule(schedule)

@@ -70,16 +70,12 @@ class SparseModel(BaseTuner):
         }
 
     @classmethod
-    def _remap_adapter_state_dict_for_load(  # type: ignore[override]
-        cls, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def _remap_adapter_state_dict_for_load(cls, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """What is loaded: the delta, and ``modules_to_save``; PEFT stores resized embeddings as well as the delta."""
         own = super()._remap_adapter_state_dict_for_load(**kwargs)
         return {name: value for name, value in own.items() if {LAYER, PEFT_SAVED} & set(name.split("."))}
 
-    def _unload_and_optionally_merge(
-        self, merge: bool = True, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
-    ) -> Any:
+    def _unload_and_optionally_merge(self, merge: bool = True, adapter_names: Any = None, **kwargs: Any) -> Any:
         getattr(self.model, LAYER).leave(adapter_names if merge else [])
         delattr(self.model, LAYER)
-        return super()._unload_and_optionally_merge(merge, *args, adapter_names=adapter_names, **kwargs)
+        return super()._unload_and_optionally_merge(merge, **kwargs, adapter_names=adapter_names)

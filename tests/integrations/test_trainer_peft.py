@@ -18,6 +18,7 @@ from sparsify import SparseDelta, SparsifyCallback, SparsifyError, get_engine, l
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
+from sparsify.integrations.checkpoints import save_checkpoint  # noqa: E402
 from sparsify.peft import SparseConfig  # noqa: E402
 
 TARGETS = ["q_proj", "v_proj"]
@@ -32,13 +33,19 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def wrapped(folders):
-    def make(**changes):
-        model = BertForSequenceClassification.from_pretrained(folders["bert"])
-        own = {"budget": BUDGET, "target_modules": ["query", "value"], "task_type": "SEQ_CLS", **changes}
-        return peft.get_peft_model(model, SparseConfig(**own))
+def bert(folders):
+    return lambda: BertForSequenceClassification.from_pretrained(folders["bert"])
 
-    return make
+
+@pytest.fixture
+def llama(folders):
+    return lambda: LlamaForCausalLM.from_pretrained(folders["llama"])
+
+
+@pytest.fixture
+def wrapped(bert):
+    own = {"budget": BUDGET, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+    return lambda: peft.get_peft_model(bert(), SparseConfig(**own))
 
 
 @torch.no_grad()
@@ -46,15 +53,12 @@ def scores(model, name="bert"):
     return model.eval()(**build(name)[1][0]).logits
 
 
-def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrapped, folders, tmp_path):
+def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrapped, bert, tmp_path):
     whole = make_trainer(wrapped(), tmp_path, callbacks=[])
     whole.train()
     assert steps_done(whole.model) == (STEPS, BUDGET)
     assert "unmasked" in whole.state.log_history[0]
-    plain = sparsify(
-        BertForSequenceClassification.from_pretrained(folders["bert"]), BUDGET, target_modules=["query", "value"],
-        modules_to_save=["classifier"],
-    )  # fmt: skip
+    plain = sparsify(bert(), BUDGET, target_modules=["query", "value"], modules_to_save=["classifier"])
     make_trainer(plain, tmp_path / "plain").train()
     assert torch.equal(get_engine(plain).values, get_engine(whole.model).values)
     for step in range(STEPS // 2 + 1, STEPS + 1):
@@ -65,15 +69,14 @@ def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrap
     assert torch.equal(scores(again.model), scores(whole.model))
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped, folders, tmp_path):
+def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped, bert, tmp_path):
     run = make_trainer(wrapped(), tmp_path, callbacks=[SparsifyCallback()], **BEST)
     run.train()
     assert sum(isinstance(callback, SparsifyCallback) for callback in run.callback_handler.callbacks) == 1
     best = run.state.best_model_checkpoint
     assert not best.endswith(f"-{STEPS}")
     served = AutoModelForSequenceClassification.from_pretrained(best)
-    base = BertForSequenceClassification.from_pretrained(folders["bert"])
-    for model in (served, peft.PeftModel.from_pretrained(base, best)):
+    for model in (served, peft.PeftModel.from_pretrained(bert(), best)):
         assert torch.equal(scores(model), scores(run.model))
 
 
@@ -82,8 +85,8 @@ def test_a_strategy_that_does_not_know_its_steps_says_so_before_it_trains(wrappe
         wrapped()(**build("bert")[1][0]).loss.backward()
 
 
-def test_an_adapter_of_transformers_own_trains_too(folders, tmp_path):
-    model = LlamaForCausalLM.from_pretrained(folders["llama"])
+def test_an_adapter_of_transformers_own_trains_too(llama, tmp_path):
+    model = llama()
     model.add_adapter(SparseConfig(budget=BUDGET, target_modules=TARGETS))
     run = make_trainer(model, tmp_path, rows_of("llama"), callbacks=[])
     run.train()
@@ -95,8 +98,8 @@ def test_an_adapter_of_transformers_own_trains_too(folders, tmp_path):
         )
 
 
-def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, tmp_path):
-    model = BertForSequenceClassification.from_pretrained(folders["bert"])
+def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, bert, tmp_path):
+    model = bert()
     run = make_trainer(sparsify(model, BUDGET, modules_to_save=["classifier"]), tmp_path)
     run.train()
     folder = tmp_path / f"checkpoint-{STEPS}"
@@ -106,6 +109,9 @@ def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, t
     ):  # fmt: skip
         assert torch.equal(scores(loaded), scores(model))
     assert SparseDelta.load(folder) == SparseDelta.from_model(model)
+    model.sparse_values.data[-1] = torch.inf
+    with pytest.warns(UserWarning, match=r"from_pretrained\(\) will not take .* not finite"):
+        save_checkpoint(model, run.args, run.state, folder)
 
 
 def sentences(seed):
@@ -113,7 +119,8 @@ def sentences(seed):
     return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator)) for _ in range(24)]
 
 
-def trl_trainer(trl, method, model, folder, columns, **options):
+def trl_trainer(method, model, folder, columns, **options):
+    trl = pytest.importorskip("trl")
     kind, arguments = getattr(trl, f"{method}Trainer"), getattr(trl, f"{method}Config")
     arguments = arguments(
         str(folder), max_steps=STEPS, save_steps=2, learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[],
@@ -124,10 +131,9 @@ def trl_trainer(trl, method, model, folder, columns, **options):
 
 
 @pytest.mark.parametrize(("method", "columns"), [("SFT", ["text"]), ("DPO", ["prompt", "chosen", "rejected"])])
-def test_trl_takes_it_as_peft_config(method, columns, folders, tmp_path):
-    trl, config = pytest.importorskip("trl"), SparseConfig(budget=BUDGET, target_modules=TARGETS)
-    base = LlamaForCausalLM.from_pretrained(folders["llama"])
-    run = trl_trainer(trl, method, base, tmp_path, columns, peft_config=config)
+def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
+    config = SparseConfig(budget=BUDGET, target_modules=TARGETS)
+    run = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)
     run.train()
     assert steps_done(run.model) == (STEPS, BUDGET)
     assert getattr(run, "ref_model", None) is None
@@ -136,17 +142,13 @@ def test_trl_takes_it_as_peft_config(method, columns, folders, tmp_path):
     assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
 
 
-def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(folders, tmp_path):
-    trl, config = pytest.importorskip("trl"), SparseConfig(budget=BUDGET, target_modules=TARGETS)
-
-    def base():
-        return LlamaForCausalLM.from_pretrained(folders["llama"])
-
-    first = trl_trainer(trl, "SFT", base(), tmp_path / "sft", ["text"], peft_config=config)
+def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(llama, tmp_path):
+    config = SparseConfig(budget=BUDGET, target_modules=TARGETS)
+    first = trl_trainer("SFT", llama(), tmp_path / "sft", ["text"], peft_config=config)
     first.train()
     first.save_model(tmp_path / "first")
-    model = peft.PeftModel.from_pretrained(base(), tmp_path / "first", is_trainable=True)
-    run = trl_trainer(trl, "DPO", model, tmp_path / "dpo", ["prompt", "chosen", "rejected"])
+    model = peft.PeftModel.from_pretrained(llama(), tmp_path / "first", is_trainable=True)
+    run = trl_trainer("DPO", model, tmp_path / "dpo", ["prompt", "chosen", "rejected"])
     run.train()
     assert not torch.equal(scores(model, "llama"), scores(first.model, "llama"))
     model.set_adapter("ref")
