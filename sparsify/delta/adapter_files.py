@@ -1,6 +1,6 @@
 """A delta as a PEFT adapter of type ``SPARSIFY``: the files by which transformers and PEFT load a base and a delta.
 
-    adapter_config.json          the base, and the settings of the run, as :class:`sparsify.peft.SparseConfig` has them
+    adapter_config.json          names the base, and in a file of PEFT the settings: a ``SparseConfig``
     adapter_model.safetensors    KEY: (n,) uint8, the bytes of a delta file; what PEFT stores itself (modules_to_save)
 
 Nothing here needs PEFT. What loads these files does, and ``import sparsify``, without which PEFT knows no such type.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsify.delta import format as delta_format
+from sparsify.delta.checkpoint.reader import read_header
 from sparsify.delta.entries import DeltaParts, StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.peft_files import CONFIG_NAME
@@ -49,9 +50,9 @@ def from_blob(blob: Tensor) -> tuple[DeltaParts, dict[str, Tensor]]:
 def read_adapter(path: StrPath) -> DeltaParts | None:
     """The parts of the delta in the folder of an adapter, with the modules that PEFT stores; ``None`` for any other."""
     file = Path(path, WEIGHTS_NAME)
-    stored = safetensors.torch.load_file(file) if file.is_file() and not (file.parent / FILE_NAME).exists() else {}
-    if KEY not in stored:
+    if not file.is_file() or (file.parent / FILE_NAME).exists() or KEY not in read_header(file):
         return None
+    stored = safetensors.torch.load_file(file)
     (tensors, whole, config), _ = from_blob(stored.pop(KEY))
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
 

@@ -176,8 +176,8 @@ class AddSparsifyCallback(TrainerCallback):
     """Adds a :class:`SparsifyCallback` to a trainer whose model has a sparse adapter of PEFT, unless it has one."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        modules = dict(event["model"].named_modules()) if event.get("model") is not None else {}
-        if any(name.rpartition(".")[2] == LAYER and module.live for name, module in modules.items()):
+        modules = event["model"].modules() if event.get("model") is not None else ()
+        if any(getattr(module._modules.get(LAYER), "live", None) is not None for module in modules):
             callbacks = trainer_calls()[0]["self"].callback_handler.callbacks
             if not any(isinstance(callback, SparsifyCallback) for callback in callbacks):
                 callbacks.append(SparsifyCallback())  # which this event reaches next

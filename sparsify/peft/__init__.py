@@ -11,13 +11,13 @@ finds a method by a member of the enum ``PeftType``, to which one is added here;
 
 from typing import Any
 
-from sparsify.common.extras import require
+import peft
+
 from sparsify.delta.adapter_files import DELTAS, PEFT_TYPE
 from sparsify.errors import SparsifyError
 
-_peft: Any = require("peft", extra="transformers")
-if tuple(map(int, _peft.__version__.split(".")[:2])) < (0, 21):  # a method cannot choose what is saved
-    problem = f"sparsify.peft needs PEFT 0.21 or later, and this is {_peft.__version__}"
+if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):  # a method cannot choose what is saved
+    problem = f"sparsify.peft needs PEFT 0.21 or later, and this is {peft.__version__}"
     raise SparsifyError(f"{problem}: `pip install -U peft`, or call sparsify() on the model itself.")
 
 
@@ -32,15 +32,15 @@ def _add_type(types: Any) -> None:
         raise SparsifyError("this PEFT's `PeftType` takes no new member: call sparsify() on the model itself.")
 
 
-if PEFT_TYPE not in _peft.PeftType.__members__:
-    _add_type(_peft.PeftType)
+if PEFT_TYPE not in peft.PeftType.__members__:
+    _add_type(peft.PeftType)
 
 from sparsify.peft.config import SparseConfig  # noqa: E402
 from sparsify.peft.tuner import SparseModel  # noqa: E402
 
 __all__ = ["SparseConfig"]
 
-if PEFT_TYPE not in _peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
-    _peft.utils.register_peft_method(
+if PEFT_TYPE not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
+    peft.utils.register_peft_method(
         name=PEFT_TYPE.lower(), config_cls=SparseConfig, model_cls=SparseModel, prefix=DELTAS
     )

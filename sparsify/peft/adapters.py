@@ -204,6 +204,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         elif name == self.live and self._trained is not None:
             self._engine.weights.make_trained(self._trained)
             self._trained = None
+        self.shown = name if name == self.live else None
         if name is not None and name in self._switch:
             with self._plain() as switch:
                 switch.activate(name)

@@ -63,11 +63,8 @@ class SparseModel(BaseTuner):
         """What is saved of an adapter, apart from its ``modules_to_save``: its delta."""
         found = ((name, module) for name, module in model.named_modules() if isinstance(module, SparseAdapters))
         name, layer = next(found)
-        return {
-            f"{name}.{DELTAS}.{adapter_name}._extra_state": layer.saved(
-                adapter_name, with_state=config.save_training_state
-            )
-        }
+        saved = layer.saved(adapter_name, with_state=config.save_training_state)
+        return {f"{name}.{DELTAS}.{adapter_name}._extra_state": saved}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
@@ -75,7 +72,9 @@ class SparseModel(BaseTuner):
         own = super()._remap_adapter_state_dict_for_load(**kwargs)
         return {name: value for name, value in own.items() if {LAYER, PEFT_SAVED} & set(name.split("."))}
 
-    def _unload_and_optionally_merge(self, merge: bool = True, adapter_names: Any = None, **kwargs: Any) -> Any:
+    def _unload_and_optionally_merge(  # type: ignore[override]
+        self, merge: bool = True, adapter_names: Any = None, **kwargs: Any
+    ) -> Any:
         getattr(self.model, LAYER).leave(adapter_names if merge else [])
         delattr(self.model, LAYER)
         return super()._unload_and_optionally_merge(merge, **kwargs, adapter_names=adapter_names)
