@@ -45,7 +45,7 @@ def import_after(module: str, other: str) -> None:
                 execute(new)
                 import_after(module, other)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[assignment, method-assign]
         return spec
 
     finder: Any = SimpleNamespace(find_spec=find_spec)

@@ -131,11 +131,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
 
     def delete_adapter(self, adapter_name: str) -> None:
+        self._show(None)
         if adapter_name == self.live:
             self._end()
-        elif adapter_name == self.shown:
-            self._show(None)
-        if adapter_name in self._switch:
+        elif adapter_name in self._switch:
             with self._plain() as switch:
                 switch.detach(adapter_name)
         del self.sparse_values[adapter_name]
@@ -266,12 +265,9 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def _end(self) -> None:
         """Ends the training of what is in training; the weights are the base's then."""
-        with self._plain() as switch:
-            switch.deactivate()
-        if self._trained is None:
-            self._engine.weights.make_base()
+        self._show(None)
         uninstall(self._engine, dequantize=False)
-        self.live = self.shown = self._trained = None
+        self.live = self._trained = None
         self._freeze()
 
     def _freeze(self) -> None:

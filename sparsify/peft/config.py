@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from peft import PeftConfig, PeftType
@@ -77,9 +77,8 @@ class SparseConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings in JSON types, without the calibration."""
-        own = copy.copy(self)
-        own.calibration = own.loss_fn = None
-        return {key: value for key, value in asdict(own).items() if key not in ("calibration", "loss_fn")}
+        names = {item.name for item in fields(self)} - {"calibration", "loss_fn"}
+        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of ``sparsify()`` for a model."""
