@@ -82,7 +82,8 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
         save_pretrained(model, save_directory, *arguments, **options)  # PEFT's adapter files
     if options.get("is_main_process", True):
         write_trained_state(model, folder, args, options.get("state_dict"))
-        if not is_peft and not engine.sharded:  # whose delta all ranks would have to gather
+        # the delta of a sharded model would have to be gathered, and the hub would keep these files beside the model
+        if not (is_peft or engine.sharded or args.push_to_hub):
             try:
                 write_adapter(folder, engine.source.export(None, model))
             except SparsifyError as error:  # the run goes on, and resumes
