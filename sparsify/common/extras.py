@@ -8,8 +8,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from sparsify.errors import SparsifyError
-
 
 class MissingExtraError(ImportError):
     """A package that an optional part of sparsify needs is not installed."""
@@ -28,7 +26,7 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 def import_after(module: str, other: str) -> None:
-    """Imports ``other`` right after ``module``: now, or as soon as that is; its own users see its SparsifyErrors."""
+    """Imports ``other`` right after ``module``: now, or as soon as that is; where it fails, its own users see why."""
 
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != module:
@@ -52,5 +50,5 @@ def import_after(module: str, other: str) -> None:
     if module not in sys.modules:
         sys.meta_path.insert(0, finder)
     else:
-        with suppress(SparsifyError):
+        with suppress(Exception):  # no reason for ``module`` not to be imported
             importlib.import_module(other)

@@ -32,3 +32,15 @@ def test_a_module_is_imported_right_after_another_one_and_not_when_that_is_looke
     assert "second_of_two" not in sys.modules
     importlib.import_module("first_of_two")
     assert "second_of_two" in sys.modules
+
+
+def test_a_module_is_imported_though_what_follows_it_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "before_a_broken_one.py").write_text("")
+    (tmp_path / "a_broken_one.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    import_after("before_a_broken_one", "a_broken_one")
+    importlib.import_module("before_a_broken_one")
+    assert "a_broken_one" not in sys.modules
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module("a_broken_one")
