@@ -36,9 +36,9 @@ def build(kernel, types, num_warps=4, **constants):
         assert used["REG"] * 32 * num_warps <= 65536 and made.metadata.shared <= 48 * 1024
 
 
-for kernel in (select._select, select._cut, sddmm._sddmm, scatter._scatter):  # another number is no other variant
+for kernel in (kernels._select, kernels._cut, kernels._sddmm, kernels._scatter):  # another number is no other variant
     numbers = {"number", "start", "stop", "offset", "cols", "size", "limit", "id_bits"} - {
-        "cols" if kernel is sddmm._sddmm else ""}  # as the tokens: a row that begins at 16 bytes is read faster
+        "cols" if kernel is kernels._sddmm else ""}  # as the tokens: a row that begins at 16 bytes is read faster
     free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     assert free == numbers & set(kernel.arg_names), kernel
 
