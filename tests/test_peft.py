@@ -13,7 +13,17 @@ from torch import nn
 from trainers import tokenizer
 from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
 
-from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
+from sparsify import (
+    D3,
+    BaseMismatchError,
+    Increment,
+    Schedule,
+    SparseDelta,
+    SparsifyError,
+    Strategy,
+    merge_deltas,
+    sparsify,
+)
 from sparsify.api import get_engine
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
@@ -252,6 +262,40 @@ def test_a_second_adapter_trains_in_place_of_the_first_which_goes_on_later(base)
     assert get_engine(model).step == 3
 
 
+def test_weighted_adapters_are_the_algebra_of_deltas_with_the_present_values(base, tmp_path):
+    other = adapted(base, strategy="pafi")
+    other.save_pretrained(tmp_path)
+    model = get_peft_model(base(), config())
+    optimizer = train(model, slice(3))
+    model.load_adapter(tmp_path, "other")
+    deltas = [SparseDelta.from_model(each) for each in (model, other)]
+    for kind, options, expected in [
+        ("linear", {}, deltas[0] - 0.5 * deltas[1]),
+        ("ties", {"density": 0.4}, merge_deltas(deltas, [1, -0.5], density=0.4)),
+        ("dare_linear", {"density": 0.7}, merge_deltas(deltas, [1, -0.5], "dare_linear", density=0.7)),
+    ]:
+        model.add_weighted_adapter(["default", "other"], [1, -0.5], kind, kind, **options)
+        assert model.active_adapter == "default"
+        model.set_adapter(kind)
+        assert same(model, expected.apply(base()))
+        model.save_pretrained(tmp_path / "all", selected_adapters=[kind])
+        assert same(model, PeftModel.from_pretrained(base(), tmp_path / "all" / kind))
+        model.set_adapter("default")
+    train(model, slice(3, STEPS), optimizer)
+    assert same(model, adapted(base))
+    before = list(model.peft_config)
+    for arguments, options, text in [
+        ((["other"], [1], "new", "svd"), {}, "combination_type='svd'; expected one of linear, ties, dare_ties"),
+        ((["othr"], [1], "new"), {}, "no adapter is called 'othr' .near: `other`."),
+        ((["other"], [1], "ties"), {}, "adapter_name='ties' .*; expected a name that no adapter has"),
+        ((["other"], [1, 1], "new"), {}, "expected a weight for each of 1 deltas"),
+        ((["other"], [1], "new", "ties"), {}, "cannot be thinned out by None"),
+    ]:
+        with pytest.raises(SparsifyError, match=text):
+            model.add_weighted_adapter(*arguments, **options)
+        assert list(model.peft_config) == before
+
+
 @pytest.mark.parametrize("how", ["trained", "loaded"])
 def test_merged_or_unloaded_it_is_a_plain_model(how, base, tmp_path):
     def model():
@@ -299,6 +343,8 @@ def test_a_head_is_trained_dense_saved_by_peft_and_disabled_with_the_adapter(tmp
         assert torch.equal(scores(each), scores(plain))
         with each.disable_adapter():
             assert torch.equal(scores(each), scores(base()))
+        with pytest.raises(SparsifyError, match="have modules_to_save, which cannot be combined"):
+            each.add_weighted_adapter(["default"], [0.5], "half")
     assert torch.equal(scores(SparseDelta.load(tmp_path / "adapter").apply(base())), scores(plain))
     for each in (model, again):
         assert torch.equal(scores(each.merge_and_unload()), scores(plain))

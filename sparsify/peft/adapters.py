@@ -24,6 +24,7 @@ from sparsify.api import desparsify, sparsify
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob, to_blob
+from sparsify.delta.algebra import DeltaSum, merge_deltas
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
@@ -129,6 +130,21 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         finally:
             self._show(shown)
         return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
+
+    def weighted(self, names: Sequence[str], weights: Sequence[float], method: str, **options: Any) -> Tensor:
+        """What is saved of the sum or merge of some adapters, as they are now, (n,) uint8; changes nothing."""
+        deltas = [SparseDelta(*from_blob(self.saved(name, with_state=False))[0]) for name in names]
+        total: DeltaSum = merge_deltas(deltas, weights, "dare_linear" if method == "linear" else method, **options)
+        if method == "linear":  # the factors are checked, and no arithmetic is done where none is asked for
+            total = DeltaSum(total.terms)
+        shown = self.shown
+        self._show(None)
+        try:
+            with self._plain():
+                delta = total.on(self.root)
+        finally:
+            self._show(shown)
+        return to_blob((delta.tensors, delta.whole, delta.config))
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._show(None)

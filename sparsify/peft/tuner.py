@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils.other import set_additional_trainable_modules
+from peft.utils.other import ModulesToSaveWrapper, set_additional_trainable_modules
 from torch import Tensor, nn
 
+from sparsify.common.names import near_names
 from sparsify.delta.adapter_files import DELTAS, LAYER
+from sparsify.delta.algebra import METHODS
+from sparsify.errors import SparsifyError
 from sparsify.peft.adapters import SparseAdapters
 from sparsify.strategies.targets import PEFT_SAVED, match_modules
 
 _PEFTS_HEADS = ("classifier", "score", "qa_outputs")  # which PEFT adds to modules_to_save, whether they exist or not
+_COMBINATIONS = ("linear", *METHODS)
 
 
 class SparseModel(BaseTuner):
@@ -52,6 +58,46 @@ class SparseModel(BaseTuner):
             for parameter, requires_grad in flags:
                 parameter.requires_grad_(requires_grad)
             raise
+
+    def add_weighted_adapter(
+        self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, combination_type: str = "linear",
+        *, density: float | None = None, majority_sign_method: str = "total",
+    ) -> None:  # fmt: skip
+        """Adds the sum or merge of some adapters, as they are now, as an adapter that can be run.
+
+        Args:
+            adapters: their names.
+            weights: a factor for each.
+            adapter_name: the name of the new one.
+            combination_type: ``"linear"``, the exact sum, ``"ties"``, ``"dare_ties"`` or ``"dare_linear"``.
+            density: the share of each adapter's entries that the last three keep; has no effect on a sum.
+            majority_sign_method: of the ``ties``: ``"total"`` or ``"frequency"``.
+
+        Raises:
+            SparsifyError: when an argument is none of these, or adapters have modules that PEFT saves, such as heads.
+        """
+        names = list(self.peft_config)
+        if unknown := [name for name in adapters if name not in names]:
+            near = near_names(str(unknown[0]), names)
+            raise SparsifyError(f"no adapter is called {unknown[0]!r}{near}; expected some of {', '.join(names)}.")
+        if not adapters or adapter_name in names:
+            problem = f"adapter_name={adapter_name!r} with adapters={adapters!r}"
+            raise SparsifyError(f"{problem}; expected a name that no adapter has, and one adapter or more.")
+        if combination_type not in _COMBINATIONS:
+            expected = f"expected one of {', '.join(_COMBINATIONS)}; a sum is exact, and needs no svd or cat."
+            raise SparsifyError(f"combination_type={combination_type!r}; {expected}")
+        heads = (module for module in self.model.modules() if isinstance(module, ModulesToSaveWrapper))
+        if any(set(adapters) & set(head.modules_to_save) for head in heads):
+            problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
+            raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
+        layer: SparseAdapters = getattr(self.model, LAYER)
+        options: dict[str, Any] = {} if combination_type == "linear" else {"density": density}
+        options["majority_sign_method"] = majority_sign_method
+        saved = layer.weighted(adapters, weights, combination_type, **options)
+        first: Any = self.peft_config[adapters[0]]
+        self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)
+        self.inject_adapter(self.model, adapter_name)
+        layer.take(adapter_name, saved)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError  # PEFT's inject_adapter() would call it
