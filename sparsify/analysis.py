@@ -16,6 +16,7 @@ from sparsify.api import get_engine
 from sparsify.common.names import plain_name
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
+from sparsify.selection.policies import target_of
 from sparsify.strategies.strategy import Increment, Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.summary import selection_entropy, tensor_sparsity
@@ -179,10 +180,9 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     """Number of entries unmasked once ``step`` optimizer steps were done, by the schedule."""
     if not isinstance(engine.strategy.selection, Increment):
         return engine.unmasked  # all from the start
-    kept = engine.policy.kept
     if step == 0:
-        return kept
+        return engine.policy.kept
     if engine.steps is None:
         remedy = "set get_engine(model).steps to what it was in training."
         raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
-    return min(engine.unmasked, kept + engine.policy.schedule.target(step - 1, engine.steps, engine.budget - kept))
+    return min(engine.unmasked, target_of(engine.policy, step - 1))

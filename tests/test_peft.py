@@ -104,6 +104,30 @@ def test_the_config_goes_through_json_and_refuses_what_it_does_not_know(tmp_path
             SparseConfig(budget=5, **wrong)
 
 
+def test_modules_that_match_have_budgets_of_their_own_as_lora_has_ranks(base, tmp_path):
+    own = config(budget=20, budget_pattern={"q_proj": 10, "1.mlp.down_proj": 0.05})
+    own.save_pretrained(tmp_path)
+    assert PeftConfig.from_pretrained(tmp_path) == own
+    model = get_peft_model(base(), own)
+    train(model)
+    counts = {tensor.name[len("model.layers.") : -len(".weight")]: tensor.count for tensor in get_engine(model).tensors}
+    numbers = [counts.pop(name) for name in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")]
+    assert (numbers, sum(counts.values())) == ([10, 10, int(0.05 * 16 * 24)], 20)
+    model.save_pretrained(tmp_path)
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path))
+    again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+    assert same(model, again)
+    assert get_engine(again).unmasked == get_engine(model).budget
+    for changes, text in [
+        ({"strategy": Strategy(D3(), Increment(allocation={"v_proj": 1}))}, "expected Increment.. or Static.., which"),
+        ({"strategy": "sparseadapter"}, "Prune got allocation="), ({"strategy": "d3-repeat"}, "with Repeat"),
+    ]:  # fmt: skip
+        with pytest.raises(SparsifyError, match=text):
+            config(budget_pattern={"q_proj": 10}, **changes)
+    with pytest.raises(SparsifyError, match=r"'o_proj' .* matches no module with candidates"):
+        get_peft_model(base(), config(budget_pattern={"o_proj": 10}))
+
+
 def test_layers_are_chosen_as_by_pefts_own_configs(base):
     both = [get_peft_model(base(), kind) for kind in (
         config(layers_to_transform=[1]), LoraConfig(target_modules=TARGETS, layers_to_transform=[1]))]  # fmt: skip

@@ -24,7 +24,7 @@ from sparsify.api import desparsify, sparsify
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob, to_blob
-from sparsify.delta.algebra import DeltaSum, merge_deltas
+from sparsify.delta.algebra import METHODS, DeltaSum, merge_deltas
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
@@ -93,7 +93,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def take(self, name: str, saved: Tensor) -> None:
         """Gives an adapter what was saved of it, or of another one; raises where the model is not its base."""
-        adapter, shown = self._adapter(name), self.shown
+        adapter = self._adapter(name)
         parts, state = from_blob(saved)
         if adapter.trains and not state:
             raise SparsifyError(
@@ -107,43 +107,31 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             adapter.saved = saved
         else:
             delta = SparseDelta(*parts)
-            self._show(None)
-            try:
-                with self._plain() as switch:
-                    if name in switch:
-                        delta.plan(self.root)  # or raises, while the earlier one is there
-                        switch.detach(name)
-                    switch.attach(name, delta)
+            with self._showing(None), self._plain() as switch:
+                if name in switch:
+                    delta.plan(self.root)  # or raises, while the earlier one is there
+                    switch.detach(name)
+                switch.attach(name, delta)
                 adapter.saved = saved
-            finally:
-                self._show(shown)
         self._update()
 
     def saved(self, name: str, *, with_state: bool = True) -> Tensor:
         """What is saved of an adapter, (n,) uint8; without ``modules_to_save``, which PEFT saves itself."""
-        adapter, shown = self._adapter(name), self.shown
+        adapter = self._adapter(name)
         if name != self.live:
             return to_blob(({}, {}, {})) if adapter.saved is None else adapter.saved
-        self._show(name)
-        try:
+        with self._showing(name):
             delta, state = SparseDelta.from_model(self.root), trained_state_of(self._engine, self.root)
-        finally:
-            self._show(shown)
         return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
 
     def weighted(self, names: Sequence[str], weights: Sequence[float], method: str, **options: Any) -> Tensor:
         """What is saved of the sum or merge of some adapters, as they are now, (n,) uint8; changes nothing."""
         deltas = [SparseDelta(*from_blob(self.saved(name, with_state=False))[0]) for name in names]
-        total: DeltaSum = merge_deltas(deltas, weights, "dare_linear" if method == "linear" else method, **options)
-        if method == "linear":  # the factors are checked, and no arithmetic is done where none is asked for
+        total: DeltaSum = merge_deltas(deltas, weights, METHODS[-1] if method == "linear" else method, **options)
+        if method == "linear":  # whose arguments are checked; no arithmetic is done where none is asked for
             total = DeltaSum(total.terms)
-        shown = self.shown
-        self._show(None)
-        try:
-            with self._plain():
-                delta = total.on(self.root)
-        finally:
-            self._show(shown)
+        with self._showing(None), self._plain():
+            delta = total.on(self.root)
         return to_blob((delta.tensors, delta.whole, delta.config))
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -224,6 +212,16 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             with self._plain() as switch:
                 switch.activate(name)
         self.shown = name
+
+    @contextmanager
+    def _showing(self, name: str | None) -> Iterator[None]:
+        """Shows an adapter, or the base, for the length of a ``with`` block."""
+        shown = self.shown
+        self._show(name)
+        try:
+            yield
+        finally:
+            self._show(shown)
 
     @contextmanager
     def _plain(self) -> Iterator[DeltaSwitch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from peft import PeftConfig, PeftType
@@ -30,6 +30,8 @@ class SparseConfig(PeftConfig):
 
     Args:
         strategy: the name of a preset, a ``Strategy``, or what its ``to_dict()`` gives.
+        budget_pattern: budgets for modules of their own, as LoRA's ``rank_pattern``: ``{"q_proj": 1000, "mlp": 0.001}``
+            gives each module whose name ends so this number, or this share of its entries; all others share ``budget``.
         schedule: a name, a ``Schedule``, or its fields as a dict.
         steps: planned number of optimizer steps; those of the Hugging Face Trainer, and of TRL's, are found.
         save_training_state: also save what training needs to go on, which takes about two thirds of the file.
@@ -47,6 +49,7 @@ class SparseConfig(PeftConfig):
     strategy: str | dict[str, Any] = "id3"
     schedule: str | dict[str, Any] = "uniform"
     steps: int | None = None
+    budget_pattern: dict[str, int | float] | None = None
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
@@ -100,4 +103,11 @@ class SparseConfig(PeftConfig):
             raise SparsifyError('strategy "full" trains every entry, which is no adapter; leave PEFT out.')
         strategy = Strategy.from_dict(self.strategy) if isinstance(self.strategy, dict) else self.strategy
         schedule = Schedule(**self.schedule) if isinstance(self.schedule, dict) else self.schedule
-        return resolve_strategy(strategy), resolve_schedule(schedule)
+        strategy = resolve_strategy(strategy)
+        if self.budget_pattern:
+            if getattr(strategy.selection, "allocation", None) != "global":
+                problem = f"budget_pattern={self.budget_pattern!r} with {strategy.selection}"
+                raise SparsifyError(f"{problem}; expected Increment() or Static(), which divide no budget themselves.")
+            selection: Any = replace(strategy.selection, allocation=self.budget_pattern)  # type: ignore[type-var]
+            strategy = replace(strategy, selection=selection)
+        return strategy, resolve_schedule(schedule)

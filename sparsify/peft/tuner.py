@@ -91,8 +91,8 @@ class SparseModel(BaseTuner):
             problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)
-        options: dict[str, Any] = {} if combination_type == "linear" else {"density": density}
-        options["majority_sign_method"] = majority_sign_method
+        share: Any = 1.0 if combination_type == "linear" else density
+        options = {"density": share, "majority_sign_method": majority_sign_method}
         saved = layer.weighted(adapters, weights, combination_type, **options)
         first: Any = self.peft_config[adapters[0]]
         self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)

@@ -1,7 +1,8 @@
 """Makes each step's selector, by importance, device and ranks, and repeat-S; other policies are in the core."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from sparsify.selection.distributed import RanksSelector, ShareTopK
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
-from sparsify.strategies.strategy import Increment, Repeat, Selection
+from sparsify.strategies.strategy import Increment, Repeat, Strategy, divide
 
 # candidates that are kept of a step's passes: so many for each entry that it unmasks, and at least
 _KEPT, _LEAST_KEPT = 8, 1 << 16
@@ -59,6 +60,34 @@ class RankedSelector(Selector):
         return self._grads.isfinite().all()
 
 
+class AllocatedSelector(Selector):
+    """Selects by a selector of its own for each module with a budget of its own, and one for all other tensors."""
+
+    batches_small = False
+
+    def __init__(self, own: Mapping[MaskedTensor, Any]) -> None:
+        self._own, self._all = own, list(dict.fromkeys(own.values()))
+
+    def wants(self, tensor: MaskedTensor) -> bool:
+        return tensor in self._own
+
+    def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
+        own = self._own.get(tensor)
+        return gradient.take(tensor.indices) if own is None else own.offer(tensor, gradient)
+
+    def skip(self, tensor: MaskedTensor) -> None:
+        """Nothing is to be noted of an empty gradient."""
+
+    def winners(self) -> Winners:
+        parts = [selector.winners() for selector in self._all]
+        ids, grads = torch.cat([part.ids for part in parts]), torch.cat([part.grads for part in parts])
+        order = (ids < 0).to(torch.int8).argsort(stable=True)  # those that a device's top-k lacks are last
+        return Winners(ids[order], grads[order])
+
+    def finite(self) -> Tensor:
+        return torch.stack([selector.finite() for selector in self._all]).all()
+
+
 class SelectorFactory:
     """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at."""
 
@@ -73,14 +102,22 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, values)
         self.work = Work()
+        if isinstance(policy, (AccumulatingPolicy, AllocatedPolicy)) and num_ranks() > 1:
+            raise SparsifyError('Increment(select="all") works on one rank, as do budgets of modules: leave them out.')
+        if isinstance(policy, AllocatedPolicy):
+            own: dict[MaskedTensor, Selector] = {}
+            for (tensors, _), quota in zip(policy.groups(), policy.quotas(), strict=True):
+                own |= dict.fromkeys(tensors, self._streaming(policy, quota)) if quota else {}
+            return AllocatedSelector(own)
+        return self._streaming(policy, number)
+
+    def _streaming(self, policy: Policy, number: int) -> Selector:
+        values = policy.entries.values.detach()
         topk: Any = ShareTopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-        if isinstance(policy, AccumulatingPolicy):
-            if num_ranks() > 1:
-                raise SparsifyError('Increment(select="all") works on one rank; on several ones, leave select out.')
-            if policy.known is not None and policy.known.ids.numel():
-                return AccumulatingSelector(topk, policy, self.work, policy.known)
+        if isinstance(policy, AccumulatingPolicy) and policy.known is not None and policy.known.ids.numel():
+            return AccumulatingSelector(topk, policy, self.work, policy.known)
         if num_ranks() == 1:
             return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
         return RanksSelector(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
@@ -202,7 +239,42 @@ class AccumulatingPolicy(IncrementPolicy):
         return winners.first(super().quota())
 
 
-def policy_of(selection: Selection) -> type[Policy]:
+class AllocatedPolicy(IncrementPolicy):
+    """increment-S with budgets of their own for some modules, each of which follows the schedule by itself."""
+
+    def __init__(self, *args: Any, strategy: Strategy) -> None:
+        super().__init__(*args)
+        self._strategy, self._divided = strategy, (-1, list[tuple[list[Any], int]]())
+
+    def groups(self) -> list[tuple[list[Any], int]]:
+        """The tensors that share a budget, and the budget."""
+        budget, selectable = self.budget - self.kept, [tensor for tensor in self.tensors if tensor.rows is None]
+        if self._divided[0] != budget:  # it has been extended
+            self._divided = budget, divide(budget, self._strategy, selectable)
+        return self._divided[1]
+
+    def quotas(self) -> list[int]:
+        """How many entries of each group the next step unmasks."""
+        step, steps, schedule = self.entries.step, self.steps or 0, self.schedule
+        return [schedule.quota(step, steps, number, sum(each.count for each in own)) for own, number in self.groups()]
+
+    def quota(self) -> int:
+        return sum(self.quotas()) if super().quota() else 0
+
+
+def target_of(policy: Policy, step: int) -> int:
+    """Number of entries unmasked after an optimizer step, from 0, by the schedule of increment-S."""
+    budgets = [policy.budget - policy.kept]
+    if isinstance(policy, AllocatedPolicy):
+        budgets = [budget for _, budget in policy.groups()]
+    return policy.kept + sum(policy.schedule.target(step, policy.steps or 0, budget) for budget in budgets)
+
+
+def policy_of(strategy: Strategy) -> Any:
+    """The class of a strategy's policy."""
+    selection = strategy.selection
+    if isinstance(selection, Increment) and isinstance(selection.allocation, dict):
+        return partial(AllocatedPolicy, strategy=strategy)
     if isinstance(selection, Increment):
         return AccumulatingPolicy if selection.select == "all" else IncrementPolicy
     return RepeatPolicy if isinstance(selection, Repeat) else Policy

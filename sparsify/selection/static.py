@@ -18,7 +18,7 @@ from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.importance import SNIP, Fisher
-from sparsify.strategies.strategy import Prune, Strategy, share_out
+from sparsify.strategies.strategy import Prune, Strategy, divide, share_out
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Calibration = Iterable[Any] | Callable[[nn.Module], object]
@@ -45,12 +45,12 @@ def select_static(
     if calibration is not None:
         parameters: Any = [tensor.parameter for tensor in ranked]
         totals = dict(zip(ranked, calibrate(model, parameters, importance, calibration, loss_fn), strict=True))
-    groups, counts = [ranked], [budget - kept.numel()]
-    if selection.allocation != "global":
-        groups = [[tensor] for tensor in ranked]
-        counts = share_out(counts[0], [tensor.num_candidates for tensor in ranked])
+    groups = divide(budget - kept.numel(), strategy, ranked)
+    if selection.allocation == "uniform":
+        counts = share_out(groups[0][1], [tensor.num_candidates for tensor in ranked])
+        groups = [([tensor], count) for tensor, count in zip(ranked, counts, strict=True)]
     parts = []
-    for group, count in zip(groups, counts, strict=True):
+    for group, count in groups:
         if count:
             found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals)
             if found.numel() < count:

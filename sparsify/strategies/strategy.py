@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -16,6 +19,22 @@ from sparsify.errors import SparsifyError, did_you_mean
 from sparsify.strategies.importance import IMPORTANCES, SNIP, Bias, Fisher, Magnitude, Random
 
 ALLOCATIONS = ("global", "uniform")
+
+
+def _check_allocation(selection: Any, known: Sequence[str]) -> None:
+    own = selection.allocation
+    if not isinstance(own, dict) or not own or isinstance(selection, Prune):
+        if own not in known:
+            expected = f"expected one of {', '.join(known)}.{did_you_mean(own, known)}"
+            raise SparsifyError(f"{type(selection).__name__} got allocation={own!r}; {expected}")
+        return
+    for key, budget in own.items():
+        try:
+            re.compile(key)
+        except (re.error, TypeError) as error:
+            raise SparsifyError(f"{key!r} is no name of a module, nor a regular expression: {error}.") from None
+        if not (type(budget) is int and budget >= 1) and not (type(budget) is float and 0 < budget < 1):
+            raise SparsifyError(f"the budget of {key!r} is {budget!r}; expected an int, or a share in (0, 1).")
 
 
 class Selection:
@@ -30,18 +49,17 @@ class Static(Selection):
 
     Args:
         allocation: how the budget is divided among the tensors: ``"global"``, the best entries of the whole model;
-            ``"uniform"``, the same density in each tensor.
+            ``"uniform"``, the same density in each tensor; or a dict of budgets for modules of their own, in addition
+            to the budget, which all others share: ``{"q_proj": 1000, "mlp": 0.001}``. As in PEFT's ``rank_pattern``, a
+            key matches the end of a module's name, as a regular expression, and each module that it matches gets
+            this number, or this share of its entries. The innermost module and the first key that match count.
     """
 
-    allocation: str = "global"
+    allocation: str | dict[str, int | float] = "global"
     name = "static"
 
     def __post_init__(self) -> None:
-        if self.allocation not in ALLOCATIONS:
-            raise SparsifyError(
-                f"{type(self).__name__} got allocation={self.allocation!r}; expected one of "
-                f"{', '.join(ALLOCATIONS)}.{did_you_mean(self.allocation, ALLOCATIONS)}"
-            )
+        _check_allocation(self, ALLOCATIONS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class Prune(Static):
     ``base_weights()`` is the pruned model.
 
     Args:
-        allocation: as for :class:`Static`.
+        allocation: ``"global"`` or ``"uniform"``, as for :class:`Static`.
         pretrained: also prune matrices that are not known to be new. New are those that PEFT and adapters add, those
             that the model's checkpoint lacks, and those in ``fresh_modules``.
 
@@ -82,12 +100,16 @@ class Increment(Selection):
         select: the backward passes of a step that choose its entries: ``"first"``, or ``"all"``, by the sum of their
             gradients, which is exact for entries that were among the best candidates from the first pass on: the best
             65,536, or eight times as many as the step unmasks.
+        allocation: ``"global"``, or budgets for modules of their own, as for :class:`Static`, by ``select="first"``, an
+            importance of gradients, and on one rank. Each follows the schedule by itself.
     """
 
     select: str = field(default="first", repr=False, metadata={"new": True})
+    allocation: str | dict[str, int | float] = field(default="global", repr=False, metadata={"new": True})
     name = "increment"
 
     def __post_init__(self) -> None:
+        _check_allocation(self, ALLOCATIONS[:1])
         if self.select not in ("first", "all"):
             raise SparsifyError(f"Increment got select={self.select!r}; expected 'first' or 'all'.")
 
@@ -153,6 +175,11 @@ class Strategy:
                 f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
                 "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
             )
+        selection: Any = self.selection
+        divides = isinstance(selection, Increment) and isinstance(selection.allocation, dict)
+        if divides and (selection.select == "all" or not getattr(self.importance, "uses_gradient", False)):
+            problem = f"{self.importance} with {selection} and budgets of modules"
+            raise SparsifyError(f"{problem}; expected an importance of gradients and select='first', or Static().")
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
             raise SparsifyError(
                 f"{self.importance} with {self.selection} would remove the large weights; take Magnitude(largest=True)."
@@ -245,8 +272,55 @@ def resolve_schedule(schedule: str | Schedule) -> Schedule:
     )
 
 
+def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> dict[str, tuple[str, int]]:
+    """The module, and its number of entries, by the names of those candidates whose module has a budget of its own."""
+    allocation: Any = getattr(strategy.selection, "allocation", "global")
+    if isinstance(allocation, str):
+        return {}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in candidates:
+        modules = [*accumulate(name.split(".")[:-1], "{}.{}".format)][::-1]  # the innermost first
+        matches = ((m, key) for m in modules for key in allocation if re.match(rf"(.*\.)?({key})$", m))
+        if (found := next(matches, None)) is not None:
+            groups.setdefault(found, []).append(name)
+    if missing := sorted(allocation.keys() - {key for _, key in groups}):
+        near = did_you_mean(missing[0], {part for name in candidates for part in name.split(".")[:-1]})
+        problem = f"{missing[0]!r} is to have a budget of its own, and matches no module with candidates left to it"
+        raise SparsifyError(f"{problem}; expected the end of a module's name.{near}")
+    own: dict[str, tuple[str, int]] = {}
+    for (module, key), names in groups.items():
+        try:
+            number = _resolve(allocation[key], strategy, {name: candidates[name] for name in names})
+        except SparsifyError as error:
+            raise SparsifyError(f"`{module}`: {error}") from None
+        own |= dict.fromkeys(names, (module, number))
+    return own
+
+
+def divide(budget: int, strategy: Strategy, tensors: Sequence[Any]) -> list[tuple[list[Any], int]]:
+    """Divides a budget among the modules with one of their own, which they have already, and all other tensors."""
+    own = own_budgets(strategy, {tensor.name: tensor.num_candidates for tensor in tensors})
+    rest, groups = ("", budget - sum(dict(own.values()).values())), defaultdict(list)
+    for tensor in tensors:
+        groups[own.get(tensor.name, rest)].append(tensor)
+    return [(group, number) for (_, number), group in groups.items()]
+
+
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
-    """Returns the budget, a number or a share of the candidates (by tensor name), as a number of entries."""
+    """Returns the budget, a number or a share of the candidates (by tensor name), as a number of entries.
+
+    Modules with budgets of their own have them in addition; where these have all candidates, the budget is ``None``.
+    """
+    own = own_budgets(strategy, candidates)
+    number, others = sum(dict(own.values()).values()), {n: c for n, c in candidates.items() if n not in own}
+    if others or not own:
+        return number + _resolve(budget, strategy, others)
+    if budget is not None:
+        raise SparsifyError(f"budget={budget!r}, and all modules have budgets of their own; expected budget=None.")
+    return number
+
+
+def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
     importance: Any = strategy.importance
     available = sum(number for name, number in candidates.items() if importance.covers(name))
     if available == 0:

@@ -71,7 +71,7 @@ class Engine(TrainingStep):
         entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
         self.tensors: Sequence[ModelTensor]
         parts = plan.strategy.importance, plan.schedule, plan.tensors, entries
-        policy = policy_of(plan.strategy.selection)(*parts, plan.budget, plan.steps, self._select)
+        policy = policy_of(plan.strategy)(*parts, plan.budget, plan.steps, self._select)
         super().__init__(plan.tensors, entries, policy)
         self.policy.kept = sum(tensor.num_candidates for tensor in plan.tensors if tensor.rows)
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace

@@ -17,6 +17,7 @@ from sparsify.common.ranks import num_ranks
 from sparsify.common.raw_bits import digest
 from sparsify.common.shards import full_values
 from sparsify.core.entries import VALUES
+from sparsify.selection.policies import target_of
 from sparsify.selection.screening import Work
 from sparsify.strategies.strategy import PRESETS, Given, Increment, Repeat, Strategy
 from sparsify.training.engine import Engine
@@ -225,9 +226,8 @@ def _expected(engine: Engine) -> int:
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
-    kept = engine.policy.kept
     begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
     if engine.steps is None or not begun:
-        return kept
-    target = engine.policy.schedule.target(min(begun, engine.steps) - 1, engine.steps, engine.budget - kept)
-    return max(kept + target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
+        return engine.policy.kept
+    target = target_of(engine.policy, min(begun, engine.steps) - 1)
+    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count

@@ -12,7 +12,7 @@ from oracle import d3, unmasked_sets
 from torch.optim import SGD, AdamW
 from twins import Twins, sgd
 
-from sparsify import get_engine, register_importance, sparsify, summary
+from sparsify import Schedule, extend, get_engine, register_importance, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.strategies.importance import Bias, Fisher, Magnitude, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
@@ -48,6 +48,35 @@ def compare(name, optimizer, strategy="id3", budget=BUDGET, schedule="uniform", 
 def test_id3_in_float64_is_the_oracle_to_the_last_entry(name, optimizer):
     twins = compare(name, optimizer)
     assert sum(map(len, unmasked_sets(twins.sparse).values())) == BUDGET
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_modules_with_budgets_of_their_own_are_trained_as_the_oracle_trains_each(every, on_device, monkeypatch):
+    monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
+    dense, batches = build("llama", dtype=torch.float64)
+    allocation = {"q_proj": 9, r"1\.mlp": 0.01, "mlp": 23}
+    strategy = Strategy(D3(exp=2, eps=1), Increment(allocation=allocation))
+    sparse = sparsify(copy.deepcopy(dense), SMALL, strategy, steps=STEPS, schedule=Schedule(every=every))
+    names = [name for name, _ in dense.named_parameters()]
+    budgets = {"0.self_attn.q_proj": 9, "1.self_attn.q_proj": 9, "0.mlp": 23, "1.mlp": 11}  # 0.01 of 1,152
+    groups = [([name for name in names if f"{part}." in name], budget) for part, budget in budgets.items()]
+    groups.append(([name for name in names if not any(name in own for own, _ in groups)], SMALL))
+    Twins(dense, sparse, None, STEPS, groups=groups, every=every).train(batches[:STEPS])
+    found = summary(sparse, verify=True)
+    assert found.unmasked == found.budget == SMALL + 9 + 9 + 23 + 11
+    assert found.verification.ok
+    extend(sparse, budget=SMALL + 5, steps=STEPS + 3)  # of the others
+    train(sparse, batches[:3])
+    assert summary(sparse, verify=True).verification.ok
+    assert get_engine(sparse).unmasked == found.budget + 5
+    assert [sum(map(len, (unmasked_sets(sparse)[name] for name in own))) for own, _ in groups] == [
+        9,
+        9,
+        23,
+        11,
+        SMALL + 5,
+    ]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -33,17 +33,18 @@ class DenseOracle:
     """Trains ``model`` at a set of entries; ``masks`` are dense and bool, one a parameter.
 
     The set grows (increment-S); or is ``masks`` from the start (static-S); or is chosen afresh at each step (repeat-S).
-    With ``names`` the other parameters keep their whole gradient.
+    With ``names`` the other parameters keep their whole gradient. ``groups`` are names that share a budget, and it.
     """
 
     def __init__(
         self, model, optimizer, budget, steps, exp=2, eps=1, masks=None, score=None, repeat=False, names=None,
-        **schedule,
+        groups=None, **schedule,
     ):  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self.budget, self.steps, self.schedule = budget, steps, schedule
         self.score, self.repeat, self.padding_rows = score or d3(exp, eps), repeat, padding_rows(model)
         self.parameters = {name: p for name, p in model.named_parameters() if names is None or name in names}
+        self.groups = groups or [(list(self.parameters), budget)]
         self.static = masks is not None
         nothing = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
         self.masks = {name: masks[name] for name in self.parameters} if self.static else nothing
@@ -58,18 +59,19 @@ class DenseOracle:
                 mask.fill_(False)
             self.unmask(self.budget)
         elif not self.static and self.step_number < self.steps and is_due:
-            self.unmask(cumulative_target(self.step_number, self.steps, self.budget, **self.schedule))
+            for names, budget in self.groups:
+                self.unmask(cumulative_target(self.step_number, self.steps, budget, **self.schedule), names)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 parameter.grad[~self.masks[name]] = 0
         self.optimizer.step()
         self.step_number += 1
 
-    def unmask(self, target):
-        """Adds the best masked entries up to ``target``: by score, then position of the tensor, then index in it."""
+    def unmask(self, target, names=None):
+        """Adds the best masked entries, of all tensors or some, by score, position of the tensor, and index in it."""
         scored = []
         for position, (name, parameter) in enumerate(self.parameters.items()):
-            if parameter.grad is None:
+            if parameter.grad is None or name not in (names or self.parameters):
                 continue
             score = self.score(name, self.step_number, parameter.detach(), parameter.grad).clone()
             score[self.masks[name]] = -math.inf
@@ -78,7 +80,7 @@ class DenseOracle:
             for index, value in enumerate(score.flatten().tolist()):
                 if value > -math.inf:
                     scored.append((-value, position, name, index))
-        unmasked = sum(int(mask.sum()) for mask in self.masks.values())
+        unmasked = sum(int(mask.sum()) for name, mask in self.masks.items() if name in (names or self.masks))
         for _, _, name, index in sorted(scored)[: target - unmasked]:
             self.masks[name].view(-1)[index] = True
 

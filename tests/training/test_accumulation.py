@@ -93,8 +93,12 @@ def test_an_overflow_in_a_later_pass_unmasks_nothing_and_ranks_and_other_words_a
     assert model.sparse_values.grad.isnan().all()
     assert summary(model).unmasked == 0
     monkeypatch.setattr(policies, "num_ranks", lambda: 2)
-    with pytest.raises(SparsifyError, match=r'Increment\(select="all"\) works on one rank'):
-        model(torch.randn(3, 6)).sum().backward()
+    own = Strategy(D3(), Increment(allocation={"0": 2}))
+    for each in (model, sparsify(torch.nn.Sequential(torch.nn.Linear(6, 4)), None, own, steps=1)):
+        with pytest.raises(
+            SparsifyError, match=r'Increment\(select="all"\) works on one rank, as do budgets of modules'
+        ):
+            each(torch.randn(3, 6)).sum().backward()
     with pytest.raises(SparsifyError, match="select='last'; expected 'first' or 'all'"):
         Increment(select="last")
     assert "select" not in Strategy(D3(), Increment()).to_dict()["selection"], "as in earlier records"
