@@ -320,6 +320,15 @@ def test_weighted_adapters_are_the_algebra_of_deltas_with_the_present_values(bas
         assert list(model.peft_config) == before
 
 
+def test_a_safe_merge_refuses_what_has_diverged(base):
+    model = adapted(base)
+    get_engine(model).values.data[3] = torch.nan
+    for verb in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
+            verb(safe_merge=True)
+    assert get_engine(model).values.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("how", ["trained", "loaded"])
 def test_merged_or_unloaded_it_is_a_plain_model(how, base, tmp_path):
     def model():
@@ -332,7 +341,11 @@ def test_merged_or_unloaded_it_is_a_plain_model(how, base, tmp_path):
     trained = adapted(base)
     own = model()
     own.merge_adapter()
+    with pytest.warns(UserWarning, match="already merged, nothing to do"):
+        own.merge_adapter()
     own.unmerge_adapter()
+    with pytest.warns(UserWarning, match="Already unmerged"):
+        own.unmerge_adapter()
     with own.disable_adapter():
         assert same(own, base())
     merged, unloaded = own.merge_and_unload(), model().unload()

@@ -11,12 +11,13 @@ has learned is no part of the model's state dict, whose weights hold it: it is l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from sparsify.api import desparsify, sparsify
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob, to_blob
-from sparsify.delta.algebra import METHODS, DeltaSum, merge_deltas
+from sparsify.delta.algebra import DeltaSum, merge_deltas
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
@@ -124,12 +125,15 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             delta, state = SparseDelta.from_model(self.root), trained_state_of(self._engine, self.root)
         return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
 
-    def weighted(self, names: Sequence[str], weights: Sequence[float], method: str, **options: Any) -> Tensor:
+    def weighted(
+        self, names: Sequence[str], weights: Sequence[float], method: str, density: Any, sign_method: str
+    ) -> Tensor:
         """What is saved of the sum or merge of some adapters, as they are now, (n,) uint8; changes nothing."""
         deltas = [SparseDelta(*from_blob(self.saved(name, with_state=False))[0]) for name in names]
-        total: DeltaSum = merge_deltas(deltas, weights, METHODS[-1] if method == "linear" else method, **options)
-        if method == "linear":  # whose arguments are checked; no arithmetic is done where none is asked for
-            total = DeltaSum(total.terms)
+        if method == "linear":
+            total = DeltaSum(merge_deltas(deltas, weights).terms)  # which checks the weights
+        else:
+            total = merge_deltas(deltas, weights, method, density=density, majority_sign_method=sign_method)
         with self._showing(None), self._plain():
             delta = total.on(self.root)
         return to_blob((delta.tensors, delta.whole, delta.config))
@@ -145,9 +149,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         others = [name for name in self.active_adapters if name != adapter_name]
         self.set_adapter(others or list(self.sparse_values)[:1])
 
-    def leave(self, names: list[str] | None) -> None:
+    def leave(self, names: list[str] | None, safe_merge: bool = False) -> None:
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
         name = _single(self.active_adapters if names is None else names)
+        self._check_safe(name, safe_merge)
         self._show(name)
         if name is not None and name == self.live:
             desparsify(self.root)  # or raises, where weights are quantized
@@ -173,11 +178,19 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self._engine.values.requires_grad_(requires_grad)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        if adapter_names:
-            self.set_adapter(adapter_names)
-        self.merged_adapters = list(self.active_adapters)  # whose values the weights hold anyway
+        names = check_adapters_to_merge(self, adapter_names)  # warns where there is nothing to do
+        self._check_safe(_single([*self.merged_adapters, *names]), safe_merge)
+        if names and adapter_names:
+            self.set_adapter(names)
+        self.merged_adapters += names  # whose values the weights hold anyway
+
+    def _check_safe(self, name: str | None, safe_merge: bool) -> None:
+        if safe_merge and name is not None and name == self.live and not self._engine.values.isfinite().all():
+            raise SparsifyError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")  # PEFT's
 
     def unmerge(self) -> None:
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         self.merged_adapters = []
 
     def _move_adapter_to_device_of_base_layer(self, *args: Any, **kwargs: Any) -> None:

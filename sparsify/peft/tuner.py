@@ -11,7 +11,6 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import ModulesToSaveWrapper, set_additional_trainable_modules
 from torch import Tensor, nn
 
-from sparsify.common.names import near_names
 from sparsify.delta.adapter_files import DELTAS, LAYER
 from sparsify.delta.algebra import METHODS
 from sparsify.errors import SparsifyError
@@ -65,24 +64,16 @@ class SparseModel(BaseTuner):
     ) -> None:  # fmt: skip
         """Adds the sum or merge of some adapters, as they are now, as an adapter that can be run.
 
-        Args:
-            adapters: their names.
-            weights: a factor for each.
-            adapter_name: the name of the new one.
-            combination_type: ``"linear"``, the exact sum, ``"ties"``, ``"dare_ties"`` or ``"dare_linear"``.
-            density: the share of each adapter's entries that the last three keep; has no effect on a sum.
-            majority_sign_method: of the ``ties``: ``"total"`` or ``"frequency"``.
+        Arguments are those of LoRA; ``combination_type`` is ``"linear"``, the exact sum, or a method of
+        :func:`sparsify.merge_deltas`, which also takes the last two.
 
         Raises:
             SparsifyError: when an argument is none of these, or adapters have modules that PEFT saves, such as heads.
         """
         names = list(self.peft_config)
-        if unknown := [name for name in adapters if name not in names]:
-            near = near_names(str(unknown[0]), names)
-            raise SparsifyError(f"no adapter is called {unknown[0]!r}{near}; expected some of {', '.join(names)}.")
-        if not adapters or adapter_name in names:
-            problem = f"adapter_name={adapter_name!r} with adapters={adapters!r}"
-            raise SparsifyError(f"{problem}; expected a name that no adapter has, and one adapter or more.")
+        if not adapters or not set(adapters) <= set(names) or adapter_name in names:
+            problem = f"adapters={adapters!r} and adapter_name={adapter_name!r}"
+            raise SparsifyError(f"{problem}; expected some of {names}, and a name that is none of these.")
         if combination_type not in _COMBINATIONS:
             expected = f"expected one of {', '.join(_COMBINATIONS)}; a sum is exact, and needs no svd or cat."
             raise SparsifyError(f"combination_type={combination_type!r}; {expected}")
@@ -91,9 +82,7 @@ class SparseModel(BaseTuner):
             problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)
-        share: Any = 1.0 if combination_type == "linear" else density
-        options = {"density": share, "majority_sign_method": majority_sign_method}
-        saved = layer.weighted(adapters, weights, combination_type, **options)
+        saved = layer.weighted(adapters, weights, combination_type, density, majority_sign_method)
         first: Any = self.peft_config[adapters[0]]
         self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)
         self.inject_adapter(self.model, adapter_name)
@@ -119,8 +108,8 @@ class SparseModel(BaseTuner):
         return {name: value for name, value in own.items() if {LAYER, PEFT_SAVED} & set(name.split("."))}
 
     def _unload_and_optionally_merge(  # type: ignore[override]
-        self, merge: bool = True, adapter_names: Any = None, **kwargs: Any
+        self, merge: bool = True, adapter_names: Any = None, safe_merge: bool = False, **kwargs: Any
     ) -> Any:
-        getattr(self.model, LAYER).leave(adapter_names if merge else [])
+        getattr(self.model, LAYER).leave(adapter_names if merge else [], safe_merge)
         delattr(self.model, LAYER)
         return super()._unload_and_optionally_merge(merge, **kwargs, adapter_names=adapter_names)

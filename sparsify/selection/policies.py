@@ -98,9 +98,8 @@ class SelectorFactory:
         self._ranking: tuple[int, Tensor] | None = None
 
     def __call__(self, policy: Policy, number: int) -> Selector:
-        values = policy.entries.values.detach()
         if not policy.importance.uses_gradient:
-            return RankedSelector(self._rank(policy, number), policy.tensors, values)
+            return RankedSelector(self._rank(policy, number), policy.tensors, policy.entries.values.detach())
         self.work = Work()
         if isinstance(policy, (AccumulatingPolicy, AllocatedPolicy)) and num_ranks() > 1:
             raise SparsifyError('Increment(select="all") works on one rank, as do budgets of modules: leave them out.')
@@ -244,14 +243,12 @@ class AllocatedPolicy(IncrementPolicy):
 
     def __init__(self, *args: Any, strategy: Strategy) -> None:
         super().__init__(*args)
-        self._strategy, self._divided = strategy, (-1, list[tuple[list[Any], int]]())
+        # by a budget of 0, so that all others have what the modules have less than that
+        self._groups = divide(0, strategy, [tensor for tensor in self.tensors if tensor.rows is None])
 
     def groups(self) -> list[tuple[list[Any], int]]:
         """The tensors that share a budget, and the budget."""
-        budget, selectable = self.budget - self.kept, [tensor for tensor in self.tensors if tensor.rows is None]
-        if self._divided[0] != budget:  # it has been extended
-            self._divided = budget, divide(budget, self._strategy, selectable)
-        return self._divided[1]
+        return [(own, number if number > 0 else number + self.budget - self.kept) for own, number in self._groups]
 
     def quotas(self) -> list[int]:
         """How many entries of each group the next step unmasks."""

@@ -23,18 +23,17 @@ ALLOCATIONS = ("global", "uniform")
 
 def _check_allocation(selection: Any, known: Sequence[str]) -> None:
     own = selection.allocation
-    if not isinstance(own, dict) or not own or isinstance(selection, Prune):
-        if own not in known:
-            expected = f"expected one of {', '.join(known)}.{did_you_mean(own, known)}"
-            raise SparsifyError(f"{type(selection).__name__} got allocation={own!r}; {expected}")
-        return
-    for key, budget in own.items():
+    budgets = own if isinstance(own, dict) and not isinstance(selection, Prune) else {}
+    if not budgets and own not in known:
+        expected = f"expected one of {', '.join(known)}.{did_you_mean(own, known)}"
+        raise SparsifyError(f"{type(selection).__name__} got allocation={own!r}; {expected}")
+    for key, budget in budgets.items():
+        if not (type(budget) is int and budget >= 1) and not (type(budget) is float and 0 < budget < 1):
+            raise SparsifyError(f"the budget of {key!r} is {budget!r}; expected an int, or a share in (0, 1).")
         try:
             re.compile(key)
         except (re.error, TypeError) as error:
             raise SparsifyError(f"{key!r} is no name of a module, nor a regular expression: {error}.") from None
-        if not (type(budget) is int and budget >= 1) and not (type(budget) is float and 0 < budget < 1):
-            raise SparsifyError(f"the budget of {key!r} is {budget!r}; expected an int, or a share in (0, 1).")
 
 
 class Selection:
@@ -289,10 +288,7 @@ def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> dict[str, 
         raise SparsifyError(f"{problem}; expected the end of a module's name.{near}")
     own: dict[str, tuple[str, int]] = {}
     for (module, key), names in groups.items():
-        try:
-            number = _resolve(allocation[key], strategy, {name: candidates[name] for name in names})
-        except SparsifyError as error:
-            raise SparsifyError(f"`{module}`: {error}") from None
+        number = _resolve(allocation[key], strategy, {name: candidates[name] for name in names}, f"`{module}`: ")
         own |= dict.fromkeys(names, (module, number))
     return own
 
@@ -320,27 +316,27 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     return number
 
 
-def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
+def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int], of: str = "") -> int:
     importance: Any = strategy.importance
     available = sum(number for name, number in candidates.items() if importance.covers(name))
     if available == 0:
-        raise SparsifyError(f"{importance} finds no entry among the {len(candidates)} candidate tensors.")
+        raise SparsifyError(f"{of}{importance} finds no entry among the {len(candidates)} candidate tensors.")
     if budget is None and isinstance(importance, Bias):
         return available
     if isinstance(budget, bool) or not isinstance(budget, Real):
         raise SparsifyError(
-            f"budget={budget!r} with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
+            f"{of}budget={budget!r} with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
             "the candidates, a float in (0, 1). Only bitfit and full need no budget."
         )
     if not isinstance(budget, Integral):
         if not 0 < budget < 1 or budget * available < 1:
             raise SparsifyError(
-                f"budget={budget!r} is a float and so a share: of {available:,} candidates it has to be in (0, 1) and "
-                f"not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
+                f"{of}budget={budget!r} is a float and so a share: of {available:,} candidates it has to be in (0, 1) "
+                f"and not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
             )
         budget = int(budget * available)
     if not 1 <= budget <= available:
-        raise SparsifyError(f"budget={budget:,} entries; expected 1 to {available:,}, the number of candidates.")
+        raise SparsifyError(f"{of}budget={budget:,} entries; expected 1 to {available:,}, the number of candidates.")
     return int(budget)
 
 
