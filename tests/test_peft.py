@@ -310,8 +310,8 @@ def test_weighted_adapters_are_the_algebra_of_deltas_with_the_present_values(bas
     before = list(model.peft_config)
     for arguments, options, text in [
         ((["other"], [1], "new", "svd"), {}, "combination_type='svd'; expected one of linear, ties, dare_ties"),
-        ((["othr"], [1], "new"), {}, "no adapter is called 'othr' .near: `other`."),
-        ((["other"], [1], "ties"), {}, "adapter_name='ties' .*; expected a name that no adapter has"),
+        ((["othr"], [1], "new"), {}, r"adapters=.'othr'. .*; expected some of .'default', 'other', .*"),
+        ((["other"], [1], "ties"), {}, "adapter_name='ties'; expected some of .* a name that is none of these"),
         ((["other"], [1, 1], "new"), {}, "expected a weight for each of 1 deltas"),
         ((["other"], [1], "new", "ties"), {}, "cannot be thinned out by None"),
     ]:
@@ -324,7 +324,7 @@ def test_a_safe_merge_refuses_what_has_diverged(base):
     model = adapted(base)
     get_engine(model).values.data[3] = torch.nan
     for verb in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match="NaNs detected in the merged weights. The adapter default seems to be"):
+        with pytest.raises(ValueError, match=r"NaNs detected in the merged weights. The adapter default seems to be"):
             verb(safe_merge=True)
     assert get_engine(model).values.isnan().sum() == 1
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils.other import ModulesToSaveWrapper, set_additional_trainable_modules
+from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
 
 from sparsify.delta.adapter_files import DELTAS, LAYER
@@ -77,8 +77,7 @@ class SparseModel(BaseTuner):
         if combination_type not in _COMBINATIONS:
             expected = f"expected one of {', '.join(_COMBINATIONS)}; a sum is exact, and needs no svd or cat."
             raise SparsifyError(f"combination_type={combination_type!r}; {expected}")
-        heads = (module for module in self.model.modules() if isinstance(module, ModulesToSaveWrapper))
-        if any(set(adapters) & set(head.modules_to_save) for head in heads):
+        if any(self.peft_config[name].modules_to_save for name in adapters):  # type: ignore[attr-defined]
             problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)

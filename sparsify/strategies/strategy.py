@@ -309,11 +309,9 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     """
     own = own_budgets(strategy, candidates)
     number, others = sum(dict(own.values()).values()), {n: c for n, c in candidates.items() if n not in own}
-    if others or not own:
-        return number + _resolve(budget, strategy, others)
-    if budget is not None:
-        raise SparsifyError(f"budget={budget!r}, and all modules have budgets of their own; expected budget=None.")
-    return number
+    if own and not others and budget is None:
+        return number
+    return number + _resolve(budget, strategy, others, "all other modules: " if own else "")
 
 
 def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int], of: str = "") -> int:

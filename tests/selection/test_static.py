@@ -107,12 +107,9 @@ def test_modules_with_budgets_of_their_own_have_their_best_entries():
     model, _ = build("mlp")
     scores = {name: p.detach().abs().flatten().tolist() for name, p in model.named_parameters()}
     sparsify(model, 20, Strategy(Magnitude(largest=True), Static({"first": 7, "head": 0.1})))
-    groups = {"first": 7, "head": sum(len(scores[name]) for name in scores if name.startswith("head.")) // 10}
-    expected = {}
-    for names, number in [([n for n in scores if n.startswith(part)], k) for part, k in groups.items()]:
-        expected |= best({name: scores[name] for name in names}, number)
-    expected |= best({name: scores[name] for name in scores if name not in expected}, 20)
-    assert unmasked_sets(model) == expected
+    parts = {part: {n: scores.pop(n) for n in list(scores) if n.startswith(part)} for part in ("first", "head")}
+    tenth = sum(map(len, parts["head"].values())) // 10
+    assert unmasked_sets(model) == best(parts["first"], 7) | best(scores, 20) | best(parts["head"], tenth)
 
 
 def test_every_beginning_of_the_entries_is_shared_out_as_the_whole():
