@@ -13,18 +13,9 @@ from torch import nn
 from trainers import tokenizer
 from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
 
-from sparsify import (
-    D3,
-    BaseMismatchError,
-    Increment,
-    Schedule,
-    SparseDelta,
-    SparsifyError,
-    Strategy,
-    merge_deltas,
-    sparsify,
-)
+from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
 from sparsify.api import get_engine
+from sparsify.delta.algebra import merge_deltas
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
@@ -115,9 +106,7 @@ def test_modules_that_match_have_budgets_of_their_own_as_lora_has_ranks(base, tm
     assert (numbers, sum(counts.values())) == ([10, 10, int(0.05 * 16 * 24)], 20)
     model.save_pretrained(tmp_path)
     assert same(model, PeftModel.from_pretrained(base(), tmp_path))
-    again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
-    assert same(model, again)
-    assert get_engine(again).unmasked == get_engine(model).budget
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path, is_trainable=True))
     for changes, text in [
         ({"strategy": Strategy(D3(), Increment(allocation={"v_proj": 1}))}, "expected Increment.. or Static.., which"),
         ({"strategy": "sparseadapter"}, "Prune got allocation="), ({"strategy": "d3-repeat"}, "with Repeat"),

@@ -6,7 +6,6 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import pytest
 import torch
 from models import build
 from peft import PeftModel
@@ -19,17 +18,13 @@ TARGETS = ["q_proj", "down_proj"]
 IDS = build("llama")[1][0]["input_ids"]
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    def make(plugin, **modules):
-        monkeypatch.syspath_prepend(str(PLUGINS))
-        for name, contents in modules.items():
-            module = ModuleType(name.replace("__", "."))
-            vars(module).update(contents)
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        return importlib.import_module(plugin)
-
-    return make
+def stand_in(monkeypatch, plugin, **modules):
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    for name, contents in modules.items():
+        module = ModuleType(name.replace("__", "."))
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return importlib.import_module(plugin)
 
 
 def train(model, folder):
@@ -50,24 +45,19 @@ def logits(model):
 class PeftTuner:
     @staticmethod
     def save_pretrained(model, save_directory, state_dict=None, safe_serialization=True, **kwargs):
-        if isinstance(model, PeftModel) and "selected_adapters" not in kwargs:
-            kwargs["selected_adapters"] = ["default"]
-        model.save_pretrained(save_directory, safe_serialization=safe_serialization, **kwargs)
+        model.save_pretrained(save_directory, safe_serialization=safe_serialization, selected_adapters=["default"])
 
-    @staticmethod
-    def from_pretrained(model, model_id, **kwargs):
-        return PeftModel.from_pretrained(model, model_id, **kwargs)
+    from_pretrained = PeftModel.from_pretrained
 
 
-def test_ms_swift_has_a_tuner_called_sparse(stand_in, tmp_path):
+def test_ms_swift_has_a_tuner_called_sparse(monkeypatch, tmp_path):
     tuners, nothing = {}, {}
-    helpers = {
-        "get_target_modules": lambda args, model: TARGETS,
-        "get_modules_to_save": lambda args, model, task=None: [],
-    }
     stand_in(
-        "ms_swift", swift=nothing, swift__pipelines=nothing, swift__pipelines__train=nothing,
-        swift__pipelines__train__tuner=helpers, swift__tuner_plugin={"PeftTuner": PeftTuner, "tuners_map": tuners},
+        monkeypatch, "ms_swift", swift=nothing, swift__pipelines=nothing, swift__pipelines__train=nothing,
+        swift__tuner_plugin={"PeftTuner": PeftTuner, "tuners_map": tuners},
+        swift__pipelines__train__tuner={
+            "get_target_modules": lambda args, model: TARGETS, "get_modules_to_save": lambda args, model, task=None: [],
+        },
     )  # fmt: skip
     tuner, args = tuners["sparse"], SimpleNamespace(task_type="causal_lm")
     model = tuner.prepare_model(args, build("llama")[0])
@@ -84,10 +74,12 @@ class Settings(dict):
     __getattr__ = dict.get
 
 
-def test_axolotl_has_an_adapter_called_sparse(stand_in, tmp_path):
+def test_axolotl_has_an_adapter_called_sparse(monkeypatch, tmp_path):
     kind = make_dataclass("AdapterCapabilities", ["name", ("lora_like", bool, False), ("relora", bool, False)])
     base = {"AdapterCapabilities": kind, "BasePlugin": type("BasePlugin", (), {})}
-    module = stand_in("axolotl_plugin", axolotl={}, axolotl__integrations={}, axolotl__integrations__base=base)
+    module = stand_in(
+        monkeypatch, "axolotl_plugin", axolotl={}, axolotl__integrations={}, axolotl__integrations__base=base
+    )
     plugin = module.SparsePlugin()
     assert [each.name for each in plugin.get_adapter_capabilities()] == ["sparse"]
     source, name = plugin.get_input_args().rsplit(".", 1)
