@@ -22,11 +22,19 @@ def test_what_a_module_itself_lacks_is_not_blamed_on_the_extra(tmp_path, monkeyp
     assert not isinstance(error.value, MissingExtraError)
 
 
-def test_a_module_is_imported_right_after_another_one_and_not_when_that_is_looked_for(tmp_path, monkeypatch):
-    (tmp_path / "first_of_two.py").write_text("import sys\nassert 'second_of_two' not in sys.modules\nvalue = 3\n")
-    (tmp_path / "second_of_two.py").write_text("import first_of_two\nassert first_of_two.value == 3\n")
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Writes modules that can be imported; a finder that waits for one is gone after the test."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return lambda **sources: [(tmp_path / f"{name}.py").write_text(source) for name, source in sources.items()]
+
+
+def test_a_module_is_imported_right_after_another_one_and_not_when_that_is_looked_for(modules):
+    modules(
+        first_of_two="import sys\nassert 'second_of_two' not in sys.modules\nvalue = 3\n",
+        second_of_two="import first_of_two\nassert first_of_two.value == 3\n",
+    )
     import_after("first_of_two", "second_of_two")
     assert importlib.util.find_spec("first_of_two") is not None
     assert "second_of_two" not in sys.modules
@@ -34,11 +42,8 @@ def test_a_module_is_imported_right_after_another_one_and_not_when_that_is_looke
     assert "second_of_two" in sys.modules
 
 
-def test_a_module_is_imported_though_what_follows_it_cannot_be(tmp_path, monkeypatch):
-    (tmp_path / "before_a_broken_one.py").write_text("")
-    (tmp_path / "a_broken_one.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+def test_a_module_is_imported_though_what_follows_it_cannot_be(modules):
+    modules(before_a_broken_one="", a_broken_one="1 / 0\n")
     import_after("before_a_broken_one", "a_broken_one")
     importlib.import_module("before_a_broken_one")
     assert "a_broken_one" not in sys.modules
