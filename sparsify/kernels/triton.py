@@ -3,11 +3,11 @@
 ``scatter``    Writes values into many weights in one launch, each at its weight's address. Torch casts them first.
 ``sddmm``      A program takes a block of entries and a share of the tokens, and the shares are summed afterwards: few
                entries keep the whole GPU busy, and the sum is the same at every run. The factors are transposed first,
-               so that a dot product reads consecutive numbers.
+               so that a dot product reads consecutive numbers, some tokens at a time, so that they stay in a cache.
 ``select_d3``  One pass over weight and gradient. A program scores a block of entries and reserves places for those that
                it keeps with one atomic addition: they come in any order, but it is always the same set.
-``cut``        A single program. It finds the worst score that stays, and the last id of those that have it, bit by bit:
-               positive floats are ordered as their bits are.
+``cut``        A single program. It finds the worst score that stays, and the last id of those that have it, eight
+               bits at a time, by counting (radix selection): positive floats are ordered as their bits are.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,12 @@ from sparsify.core.devices import upload
 from sparsify.kernels.select import Candidates, Part
 
 BLOCK = 1024  # entries of a program
-CUT_BLOCK, CUT_WARPS = 2048, 32  # entries that the one program which cuts looks at at once, and its warps
+CUT_BLOCK, CUT_WARPS = 1024, 32  # entries that the one program which cuts looks at at once, and its warps
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 ENTRIES = 64  # of a program of the SDDMM
 TOKENS = 16  # at once
 SHARE = 256  # tokens of a program
+AT_ONCE = 24 << 20  # bytes of both factors that are transposed together: half of an H100's cache
 
 
 def scatter(
@@ -60,15 +61,16 @@ def _scatter(addresses, indices, values, number, block: tl.constexpr):
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:
     """See :func:`sparsify.kernels.sddmm.sddmm`; takes at least one token and one entry."""
-    tokens, number = left.shape[0], indices.numel()
-    left, right = left.t().contiguous(), right.t().contiguous()
-    shares = triton.cdiv(tokens, SHARE)
-    partial = torch.empty(shares, number, dtype=torch.float32, device=left.device)
+    number, cols = indices.numel(), right.shape[1]
+    shares = max(1, AT_ONCE // (left[:1].nbytes + right[:1].nbytes) // SHARE)  # of tokens, at once
+    partial = torch.empty(triton.cdiv(left.shape[0], SHARE), number, dtype=torch.float32, device=left.device)
+    slices = zip(left.split(shares * SHARE), right.split(shares * SHARE), partial.split(shares), strict=True)
     with torch.cuda.device_of(left):
-        _sddmm[(triton.cdiv(number, ENTRIES), shares)](
-            *(left, right, indices.contiguous(), partial, tokens, number, right.shape[0]),
-            *(ENTRIES, TOKENS, SHARE),
-        )
+        for some_left, some_right, sums in slices:
+            _sddmm[(triton.cdiv(number, ENTRIES), sums.shape[0])](
+                *(some_left.t().contiguous(), some_right.t().contiguous(), indices.contiguous(), sums),
+                *(some_left.shape[0], number, cols, ENTRIES, TOKENS, SHARE),
+            )
     return partial.sum(0)
 
 
@@ -110,7 +112,7 @@ def cut(candidates: Candidates, limit: int) -> None:
     with torch.cuda.device_of(candidates.ids):
         _cut[(1,)](
             *(*candidates.arrays, candidates.count, candidates.threshold),
-            *(candidates.size, limit, candidates.total.bit_length()),
+            *(candidates.size, limit, triton.cdiv(candidates.total.bit_length(), 8)),
             block=CUT_BLOCK,
             num_warps=CUT_WARPS,
         )
@@ -159,22 +161,32 @@ def _select(
         store(ids, scores, grads, weights, target, own, score, g, w, keep)
 
 
-@triton.jit(do_not_specialize=["size", "limit", "id_bits"])
-def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_bits, block: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "limit", "id_digits"])
+def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_digits, block: tl.constexpr):
     number = tl.load(count).to(tl.int32)
     if number > limit:
-        worst = tl.full((), 0, tl.int32)  # the largest score, as bits, that at least `size` candidates reach
-        last = tl.full((), 0, tl.int64)  # the largest id that fewer candidates than that are ahead of
-        for step in range(31):
-            trial = worst | (1 << (30 - step))
-            worst = tl.where(count_ahead(ids, scores, number, trial - 1, last, block) >= size, trial, worst)
-        if count_ahead(ids, scores, number, worst - 1, last, block) == size:
-            last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-        else:
-            for step in range(id_bits):
-                trial_id = last | (tl.full((), 1, tl.int64) << (id_bits - 1 - step))
-                last = tl.where(count_ahead(ids, scores, number, worst, trial_id, block) < size, trial_id, last)
-        worst_score = worst.to(tl.float32, bitcast=True)
+        worst = tl.full((), 0, tl.int64)  # the score of the worst that stays, as bits; its digits so far
+        missing = size.to(tl.int32)  # of those that stay, how many have no larger score
+        level = missing  # how many have the score
+        for step in range(4):
+            shift = 24 - 8 * step
+            found = count_digits(ids, scores, number, worst, worst, shift, False, block)
+            at_least = tl.sum(found) - tl.cumsum(found, 0) + found  # a digit as large as this
+            digit = tl.sum((at_least >= missing).to(tl.int32)) - 1
+            digits = tl.arange(0, 256)
+            missing -= tl.sum(tl.where(digits > digit, found, 0))
+            level = tl.sum(tl.where(digits == digit, found, 0))
+            worst = worst | (digit.to(tl.int64) << shift)
+        last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)  # the largest id of those with that score that stay
+        if missing < level:
+            last = tl.full((), 0, tl.int64)
+            for step in range(id_digits):
+                shift = 8 * (id_digits - 1 - step)
+                found = count_digits(ids, scores, number, worst, last, shift, True, block)
+                digit = tl.sum((tl.cumsum(found, 0) < missing).to(tl.int32))
+                missing -= tl.sum(tl.where(tl.arange(0, 256) < digit, found, 0))
+                last = last | (digit.to(tl.int64) << shift)
+        worst_score = worst.to(tl.int32).to(tl.float32, bitcast=True)
         kept = tl.full((), 0, tl.int64)
         for first in range(0, number, block):  # moves the best to the front
             place = first + tl.arange(0, block)
@@ -193,14 +205,19 @@ def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_bits, bl
 
 
 @triton.jit
-def count_ahead(ids, scores, number, worst, last, block: tl.constexpr):
-    """How many of the first ``number`` have a score above ``worst``, in bits, or this one and an id below ``last``."""
-    ahead = tl.zeros((block,), tl.int32)
+def count_digits(ids, scores, number, worst, prefix, shift, of_ids: tl.constexpr, block: tl.constexpr):
+    """How many candidates have each digit (256,), the eight bits from ``shift`` on, if those above are the prefix's.
+
+    The digits are those of the scores, or of the ids of the candidates whose score is ``worst``.
+    """
+    found = tl.zeros((256,), tl.int32)
     for first in range(0, number, block):
         place = first + tl.arange(0, block)
         inside = place < number
-        bits = tl.load(scores + place, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-        level = inside & (bits == worst)
-        own = tl.load(ids + place, mask=level, other=0)
-        ahead += ((inside & (bits > worst)) | (level & (own < last))).to(tl.int32)
-    return tl.sum(ahead)
+        key = tl.load(scores + place, mask=inside, other=0.0).to(tl.int32, bitcast=True).to(tl.int64)
+        if of_ids:
+            inside = inside & (key == worst)
+            key = tl.load(ids + place, mask=inside, other=0)
+        has_prefix = inside & ((key >> shift >> 8) == (prefix >> shift >> 8))
+        found += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=has_prefix)
+    return found

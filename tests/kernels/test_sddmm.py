@@ -55,6 +55,14 @@ def test_entries_in_any_short_type_are_summed_in_float32(form, tokens, rows, col
     torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [256, 257, 700, 1024])
+def test_factors_too_large_for_a_gpus_cache_are_gone_through_in_slices_with_the_same_sums(form, tokens, monkeypatch):
+    left, right = factors("random", tokens, 5, 40, torch.bfloat16)
+    whole = form(left, right, indices := torch.arange(0, 200, 3))
+    monkeypatch.setattr("sparsify.kernels.triton.AT_ONCE", 512 * 90)  # bytes, of 512 tokens
+    assert torch.equal(form(left, right, indices), whole)
+
+
 def test_a_warning_that_was_shown_once_is_not_shown_again(recwarn):
     warnings.simplefilter("default")
     for _ in range(2):

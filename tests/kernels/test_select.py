@@ -121,6 +121,14 @@ def test_a_cut_of_more_candidates_than_a_block_has(form):
     assert sorted(held(candidates)) == sorted(entry for _, entry in best)
 
 
+def test_equal_scores_are_cut_by_ids_of_any_length(form):
+    ids = (torch.randperm(300, generator=seeded(1)) * 0x1234567 + 2**33).tolist()
+    candidates = filled([2.0] * 100 + [1.0] * 200, ids, capacity=400, size=217)
+    candidates.total = 2**36
+    form[1](candidates, 217)
+    assert sorted(held(candidates)) == sorted(ids[:100] + sorted(ids[100:])[:117])
+
+
 @settings(max_examples=40)
 @given(SCORES, st.randoms(use_true_random=False), st.integers(1, 12), st.integers(0, 12))
 def test_a_cut_keeps_the_best_by_score_then_id(form, scores, random, size, slack):
