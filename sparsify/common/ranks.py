@@ -1,12 +1,13 @@
 """Exchanges between the ranks of a training run.
 
-Every exchange of a backward pass begins with a *header*: a few integers that tell where in its pass each rank is. Ranks
+The exchanges of a backward pass begin with a *header*: a few integers that tell where in its pass each rank is. Ranks
 at different places all raise the same error. Headers are CPU tensors, over gloo where the ranks' own backend has no CPU
-(NCCL): a collective call on a device is launched only once all ranks have come to it.
+(NCCL): a collective call on a device is launched only once all ranks have come to it. Each makes the host wait for the
+other ranks, so one is for several tensors.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import distributed as dist
 from sparsify.common.names import listed
 from sparsify.errors import SparsifyError
 
-BEGIN, END = -2, -1  # the places before the first tensor of a backward pass, and after the last one
-WIDTH = 8  # integers in a header
+# the places before the first tensor of a backward pass, and after the last one; none
+BEGIN, END, NOWHERE = -2, -1, -3
+PLACES, NUMBERS = 16, 8  # integers in a header, at most
 
 # for each default group two of our own, as DDP uses that in a backward pass: of its kind, and for tensors on a CPU
 _GROUPS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
@@ -43,20 +45,26 @@ class Ranks:
         self.bytes_sent += own.nbytes * (len(parts) - 1)
         return torch.stack(parts)
 
-    def headers(self, place: int, numbers: Sequence[int], names: Sequence[str]) -> Tensor:
-        """Gathers the numbers of each rank: (ranks, numbers) int64, on the CPU; raises unless all are at one place."""
-        own = [place, *numbers] + [0] * (WIDTH - 1 - len(numbers))  # the same length at every place
+    def headers(self, places: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> Tensor:
+        """Gathers the numbers of each rank: (ranks, numbers) int64, on the CPU.
+
+        Raises ``SparsifyError`` unless all ranks are at the same places: the next exchanges, by tensors' numbers.
+        """
+        own = [*places, *[NOWHERE] * (PLACES - len(places)), *numbers, *[0] * (NUMBERS - len(numbers))]
         headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
-        if bool((headers[:, 0] != place).any()):
-            ends = {BEGIN: "the beginning", END: "the end"}
-            places = [ends.get(place) or f"`{names[place]}`" for place in headers[:, 0].tolist()]
-            shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(places)])
+        at = headers[:, :PLACES]
+        differing = (at != at[0]).any(0)
+        if bool(differing.any()):
+            others = {BEGIN: "the beginning", END: "the end", NOWHERE: "the end"}
+            first = int(differing.int().argmax())
+            where = [others.get(place) or f"`{names[place]}`" for place in at[:, first].tolist()]
+            shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(where)])
             raise SparsifyError(
                 f"the ranks are at different places of their backward passes: {shown}. Every rank has to run the same "
                 "modules in each backward that selects entries: let a module that a batch does not need run on an "
                 "empty input, or name it in exclude_modules; evaluate a compiled model under no_grad()."
             )
-        return headers[:, 1 : 1 + len(numbers)]
+        return headers[:, PLACES : PLACES + len(numbers)]
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sums the ranks' values, of any one shape, in place."""
@@ -65,16 +73,25 @@ class Ranks:
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
 
-    def mean_share(self, values: Tensor) -> Tensor:
-        """Averages the ranks' values (n,), padded with zeros, and returns this rank's share (ceil(n / ranks),)."""
+    def mean_share(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to average the ranks' values (n,), padded with zeros.
+
+        Returns:
+            A function that waits for the mean, and returns this rank's share of it (ceil(n / ranks),).
+        """
         ranks = num_ranks()
         if missing := -values.numel() % ranks:
             values = torch.nn.functional.pad(values, (0, missing))
         share = values.new_empty(values.numel() // ranks)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
-        self._call(reduce_scatter, share, values)
+        work = self._call(reduce_scatter, share, values, async_op=True)
         self.bytes_sent += share.nbytes * (ranks - 1)
-        return share.div_(ranks)
+
+        def mean(values: Tensor = values) -> Tensor:  # the values live until then
+            self._call(work.wait)
+            return share.div_(ranks)
+
+        return mean
 
     def average_(self, grad: Tensor) -> Tensor:
         """Averages the ranks' flat gradients in place; ``bytes_sent`` does not count them, as under DDP."""
@@ -83,9 +100,10 @@ class Ranks:
         self.bytes_sent = before
         return grad
 
-    def _call(self, collective: Any, *tensors: Any) -> None:
+    def _call(self, collective: Any, *tensors: Any, **options: Any) -> Any:
         try:
-            collective(*tensors, group=self._group(tensors[-1].device))
+            group = {"group": self._group(tensors[-1].device)} if tensors else {}
+            return collective(*tensors, **group, **options)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

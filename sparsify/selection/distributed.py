@@ -8,7 +8,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
-from sparsify.common.ranks import Ranks, num_ranks
+from sparsify.common.ranks import PLACES, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
 from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.importance import Importance
@@ -20,6 +20,7 @@ from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, som
 from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
+MOST_WAITING = 1 << 23  # entries of gradients that wait for others, to share a header with them
 
 
 class ShareTopK(TopK):
@@ -35,9 +36,9 @@ class RanksSelector(StreamingSelector):
     """Selects the best entries of all masked ``tensors``, by number, together with all other ``ranks``.
 
     Each tensor's gradient is averaged over the ranks, each of which offers its share of the entries to a top-k of its
-    own; the small tensors come last, all at once. Then the ranks gather their best entries, and take the same best of
-    these. The host never waits for a device. The mean is of gradients in the flat delta's dtype, as DDP averages them:
-    a sum in bfloat16 would be rounded once for each rank.
+    own, once the next average has begun; the small tensors come last, all at once. Then the ranks gather their best
+    entries, and take the same best of these. The host never waits for a device. The mean is of gradients in the flat
+    delta's dtype, as DDP averages them: a sum in bfloat16 would be rounded once for each rank.
     """
 
     def __init__(
@@ -48,33 +49,52 @@ class RanksSelector(StreamingSelector):
         self._ranks, self._names = ranks, [tensor.name for tensor in tensors]
         entries = tensors[0].collector.entries
         self._dtype: torch.dtype = entries.values.dtype
-        # FSDP2 has each weight whole in its own backward only
-        self.batches_small = not is_fully_sharded(entries.root)
+        # FSDP2 has each weight whole in its own backward only, where its gradient is offered
+        self.batches_small = self._can_wait = not is_fully_sharded(entries.root)
         small = [tensor for tensor in tensors if is_small(tensor) and self.batches_small]
         self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
+        self._waiting: list[tuple[MaskedTensor, DenseGradient]] = []
+        self._begun: Callable[[], None] | None = None  # offers what is being averaged
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        self._ranks.headers(tensor.number, (), self._names)
-        if isinstance(gradient, Product) and gradient.numel > MOST_AT_ONCE:
+        excluded, is_large = self._excluded(tensor), tensor.numel > MOST_AT_ONCE
+        if is_large:
+            self._offer_waiting()
+        if is_large and isinstance(gradient, Product):
             self._work.dense += gradient.numel
-            blocks = RowBlocks(gradient, tensor.indices, self._excluded(tensor))
+            blocks = RowBlocks(gradient, tensor.indices, excluded)
+            self._ranks.headers([tensor.number], (), self._names)
             self._offer_mean(tensor, blocks.rows)
             return blocks.taken
-        unmasked, dense = self._compute(tensor, gradient, self._excluded(tensor))
-        self._offer_mean(tensor, partial(some_rows, dense))
+        unmasked, dense = self._compute(tensor, gradient, excluded)
+        self._waiting.append((tensor, dense.own()))
+        number = sum(other.numel for other, _ in self._waiting)  # not of their gradients: the same on all ranks
+        if is_large or number > MOST_WAITING or len(self._waiting) == PLACES or not self._can_wait:
+            self._offer_waiting()
         return unmasked  # this rank's: DDP averages the flat gradient
+
+    def _offer_waiting(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._ranks.headers([tensor.number for tensor, _ in waiting], (), self._names)
+            for tensor, dense in waiting:
+                self._offer_mean(tensor, partial(some_rows, dense))
 
     def skip(self, tensor: MaskedTensor) -> None:
         if tensor not in self._small:
             none = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
             self.offer(tensor, DenseGradient(torch.zeros(0, matrix_shape(tensor)[1], device=none.device), none))
 
-    def offer_small(self, small: SmallGradients) -> None:
-        self._small.update(zip(small.tensors, map(DenseGradient, map(as_matrix, small.values)), strict=True))
+    def offer_small(self, small: Sequence[SmallGradients]) -> None:
+        self._offer_waiting()
+        for own in small:
+            self._small.update(zip(own.tensors, map(DenseGradient, map(as_matrix, own.values)), strict=True))
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
+        self._offer_waiting()
         self._offer_mean_of_small()
+        self._offer_begun()
         everyone = [self._ranks.gather(part).view(-1) for part in self._topk.best()]
         ids, scores, *rest = keep_best(everyone, self._topk.size)
         return Winners(ids.where(scores > 0, -1), *rest)
@@ -99,10 +119,23 @@ class RanksSelector(StreamingSelector):
             self._offer_share(weight, grad.to(self._dtype), 0, ids)
 
     def _offer_share(self, weight: Tensor, grad: Tensor, offset: int, ids: Tensor | None = None) -> None:
-        """Averages gradients (n,) and offers this rank's share, of weights (n or more,) and global ids (n,)."""
-        mean = self._ranks.mean_share(grad)
-        first = dist.get_rank() * mean.numel()
-        share = slice(first, min(first + mean.numel(), grad.numel()))  # without padding
-        if first < grad.numel():
-            mean, own = mean[: share.stop - first], None if ids is None else ids[share]
-            self._topk.offer(self._importance, weight[share][None], mean[None], None, offset + first, own)
+        """Averages gradients (n,), to offer this rank's share, of weights (n or more,) and global ids (n,)."""
+        number, averaged = grad.numel(), self._ranks.mean_share(grad)
+
+        def offer() -> None:
+            mean = averaged()
+            first = dist.get_rank() * mean.numel()
+            share = slice(first, min(first + mean.numel(), number))  # without padding
+            if first < number:
+                mean, own = mean[: share.stop - first], None if ids is None else ids[share]
+                self._topk.offer(self._importance, weight[share][None], mean[None], None, offset + first, own)
+
+        self._offer_begun()
+        self._begun = offer
+        if not self._can_wait:
+            self._offer_begun()
+
+    def _offer_begun(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()

@@ -12,6 +12,7 @@ is first estimated by some rows and columns: where too much would be left, this 
 On a GPU a large product is multiplied out in blocks of rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -101,11 +102,12 @@ class StreamingSelector(Selector):
     def skip(self, tensor: MaskedTensor) -> None:
         """Takes note that a tensor's gradient is empty, for want of tokens."""
 
-    def offer_small(self, small: SmallGradients) -> None:
-        """Takes the whole gradients of all small tensors."""
-        self._work.dense += small.numel
-        weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
-        self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
+    def offer_small(self, small: Sequence[SmallGradients]) -> None:
+        """Takes the whole gradients of all small tensors, by device, at the end of a pass."""
+        for own in small:
+            self._work.dense += own.numel
+            weight, grad, ids = own.entries([self._excluded(tensor) for tensor in own.tensors])
+            self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
 
     def _excluded(self, tensor: MaskedTensor) -> Tensor:
         return tensor.not_candidates if self._masked_only else tensor.never_candidates

@@ -48,8 +48,9 @@ class BatchingPass(Pass):
             entries = small.tensors[0].collector.entries
             slots, indices = zip(*[entries.of(tensor.number) for tensor in small.tensors], strict=True)
             self.grad[torch.cat(slots).to(self.grad.device)] += small.take(indices).to(self.grad)
-            if self.selector is not None:
-                self.selector.offer_small(small)  # type: ignore[attr-defined]
+        selector: Any = self.selector
+        if selector is not None and selector.batches_small:
+            selector.offer_small(list(self._small.values()))
 
 
 class SmallGradients:

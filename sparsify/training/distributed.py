@@ -52,7 +52,7 @@ def check_ranks_alike(engine: Any) -> None:
     }
     digests = [hashlib.sha256(repr(part).encode()).digest() for part in parts.values()]
     numbers = [int.from_bytes(own[:8], "little") >> 1 for own in digests]  # 63 bits
-    headers = engine.ranks.headers(BEGIN, numbers, [tensor.name for tensor in engine.tensors])
+    headers = engine.ranks.headers([BEGIN], numbers, [tensor.name for tensor in engine.tensors])
     differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
     if differing:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")

@@ -264,7 +264,7 @@ class Engine(TrainingStep):
         if self._begun.pop(torch._C._current_graph_task_id())[1] != self.entries.count:
             raise SparsifyError(OVERLAPPING)
         if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
-            self.ranks.headers(END, (), [tensor.name for tensor in self.tensors])
+            self.ranks.headers([END], (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)
         if self.policy.active is not None:
             grad.masked_fill_(~self.policy.active, 0)

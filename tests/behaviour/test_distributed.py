@@ -123,6 +123,25 @@ def skipping(rank, name, forward):
     return model, error_of(lambda: model(**own_part(batches[0], rank)).backward())
 
 
+def several_in_one_header(function, *args):
+    """What the function returns where tensors share headers, and how many of these there were."""
+    with (
+        patch("sparsify.selection.distributed.MOST_AT_ONCE", 1 << 26),
+        patch.object(Ranks, "headers", autospec=True, side_effect=Ranks.headers) as headers,
+    ):
+        return function(*args), headers.call_count
+
+
+def headers_of_a_step(rank):
+    """Two ranks exchange one header for the four weights and biases of the step, and one at its end."""
+    model, batches = mlp()
+    sparsify(model, BUDGET, steps=STEPS, target_modules=["first", "second"])
+    model(**own_part(batches[0], rank)).backward()  # in the first two steps the ranks compare all else, too
+    get_engine(model)._compared = {0, 1}
+    get_engine(model).optimizer_stepped()
+    return several_in_one_header(lambda: model(**own_part(batches[1], rank)).backward())[1]
+
+
 def a_small_module_on_one_rank_alone(rank):
     with patch("sparsify.selection.small.LARGEST", 10):  # the norm's and all biases
         model, error = skipping(rank, "norm", lambda x: nn.functional.layer_norm(x, x.shape[1:]))
@@ -194,6 +213,10 @@ REFUSED = {
         lambda rank: skipping(rank, "second", lambda x: x[:, :8])[1],
         "rank 0 is at `second.", "rank 1 is at `norm.", "has to run the same modules",
     ),
+    "a module is skipped among others that share a header": (
+        lambda rank: several_in_one_header(skipping, rank, "second", lambda x: x[:, :8])[0][1],
+        "rank 0 is at `second.", "rank 1 is at `norm.", "has to run the same modules",
+    ),
     "the last module is skipped": (
         lambda rank: skipping(rank, "first", lambda x: x.new_zeros(x.shape[0], 10))[1],
         "rank 0 is at `first.", "rank 1 is at the end",
@@ -211,6 +234,7 @@ REFUSED = {
 OWN = {
     nothing_finite_on_one_rank: lambda found: found[:2] == ((True, 0), BUDGET // STEPS),
     no_token_on_one_rank: lambda found: found == BUDGET // STEPS,
+    headers_of_a_step: lambda number: number == 2,
     a_small_module_on_one_rank_alone: lambda found: _size(found) == BUDGET // STEPS,
     saved_and_resumed: lambda found: found[1:] == (BUDGET // 2, False) and _size(found[0]) == BUDGET // STEPS * 5,
     winners_of_random_tensors: lambda wrong: not wrong,

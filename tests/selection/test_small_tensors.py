@@ -46,7 +46,7 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
     alone, together = (TopK(size, torch.float32, torch.get_default_device()) for _ in range(2))
     for tensor, gradient in zip(tensors, shared, strict=True):
         small.add(tensor, DenseGradient(gradient.values, owned=False))
-    StreamingSelector(together, IMPORTANCE, work, masked_only).offer_small(small)
+    StreamingSelector(together, IMPORTANCE, work, masked_only).offer_small([small])
     assert work == Work(dense=small.numel)
     assert all(torch.equal(own.values, one.values) for own, one in zip(shared, grads, strict=True)), "not written to"
     for gradient in shared:
