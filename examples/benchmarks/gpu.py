@@ -1,129 +1,233 @@
-"""What a GPU takes, in at most ten minutes: the tests, training steps of four models, and where a step's time goes.
+"""What a GPU takes, in at most ten minutes: checks, a smoke test, steps of three models, their profiles, the tests.
 
     bash examples/benchmarks/gpu.sh [OUT]
 
-Installs and downloads nothing. Each part is a process with a time limit of its own, and leaves its output as OUT/*.log,
-numbers as *.json and pictures as *.png. A part that fails or takes too long does not keep the others from running; the
-last lines name it, and the exit code is 1.
+Installs and downloads nothing, and needs torch, transformers, PEFT and safetensors; the first lines name all that is
+missing, and what is left out for it. OUT/results.json is written after each method, the table and the picture after
+each model; kernels are kept in OUT/triton. What fails, or takes too long, does not keep the rest from running; the last
+lines name it, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import json
 import os
+import platform
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-METHODS = "full,lora,shira,static,id3,dense-id3"
-GRACE = 10  # seconds that step.py has to end by itself, with what is measured
-SHOWN = 40  # last lines of a part's output
-
-
-class Part(NamedTuple):
-    """A command, and the seconds that it may take."""
-
-    name: str
-    seconds: float
-    command: list[str]
+METHODS = ("id3", "lora", "lora-short", "static", "full", "shira")
+SECONDS, IMPORTS = 590, 60  # in all, and for a process to import its libraries
+TESTS = 100  # seconds that are kept for the tests, if there is pytest
+STEPS = 10
+NEEDED = ("torch", "transformers", "peft", "safetensors")
+OPTIONAL = {
+    "triton": "its kernels are not measured: slower forms in plain torch are",
+    "matplotlib": "no picture",
+    "pytest": "no tests",
+}
 
 
 class Model(NamedTuple):
-    """A shape of step.py, and what it is measured with."""
+    """A shape of step_bench, and what it is measured with."""
 
     shape: str
-    options: tuple[str, ...]
-    bench_seconds: int
-    profile_seconds: int = 0  # 0: not profiled
+    batch: int
+    length: int
+    budget: int
+    seconds: int  # for each method
+    gigabytes: int  # that a GPU needs to have free
 
 
 MODELS = (
-    Model("bert-base", ("--batch", "32", "--seq", "128"), 65, 40),
-    Model("deberta-v3-base", ("--batch", "32", "--seq", "128"), 70),
-    Model("llama-1b", ("--batch", "1", "--seq", "4096", "--budget", "1_200_000"), 85, 45),
-    Model("llama-7b", ("--batch", "1", "--seq", "4096", "--budget", "6_700_000"), 140),
+    Model("bert-base", 32, 128, 320_000, 25, 8),
+    Model("llama-1b", 1, 4096, 1_200_000, 30, 24),
+    Model("llama-8b", 1, 4096, 6_700_000, 45, 60),
 )
-SMALL = (Model("tiny", ("--batch", "2", "--seq", "16", "--budget", "1_000"), 300, 100),)
-TEST_SECONDS = 140
+TINY = Model("tiny", 2, 16, 1_000, 60, 0)
 
 
-def parts(out: Path, device: str, models: Iterable[Model]) -> list[Part]:
-    """All parts, in the order in which they run."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(ROOT / "tests")]
-    found = [Part("tests", TEST_SECONDS, tests)]
-    for model in models:
-        options = [*model.options, "--shape", model.shape, "--device", device, "--dtype", "bfloat16"]
-        bench = [
-            sys.executable,
-            str(ROOT / "examples/benchmarks/step.py"),
-            *options,
-            "--methods",
-            METHODS,
-            "--rounds",
-            "1",
-        ]
-        bench += ["--steps", "10", "--limit", str(model.bench_seconds - GRACE)]
-        bench += ["--json", f"{out / model.shape}.json", "--plot", f"{out / model.shape}.png"]
-        found.append(Part(model.shape, model.bench_seconds, bench))
-    for model in models:
-        if model.profile_seconds:
-            options = [*model.options, "--shape", model.shape, "--device", device, "--dtype", "bfloat16"]
-            file = f"profile-{model.shape}"
-            command = [sys.executable, str(ROOT / "examples/benchmarks/profile_step.py"), *options]
-            command += ["--json", f"{out / file}.json", "--plot", f"{out / file}.png"]
-            found.append(Part(file, model.profile_seconds, command))
+def missing(device: str) -> dict[str, str]:
+    """What is not there, and what follows; ends the program where nothing can be measured without it."""
+    print(f"Python {platform.python_version()} at {sys.executable}, {os.cpu_count()} cores")
+    for name in (*NEEDED, *OPTIONAL):
+        there = importlib.util.find_spec(name) is not None
+        print(f"{name:<14}{importlib.metadata.version(name) if there else 'missing'}")
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        sys.exit(f"nothing can be measured without {', '.join(lacking)}: install it (pip install {' '.join(lacking)}).")
+    found = {name: why for name, why in OPTIONAL.items() if importlib.util.find_spec(name) is None}
+    if not any(map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))):
+        found["a C compiler"] = OPTIONAL["triton"]
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        found["Python.h"] = OPTIONAL["triton"]
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit(f"torch {torch.__version__} finds no GPU: it takes a build for CUDA, and NVIDIA's driver.")
+        free, total = (number / 1e9 for number in torch.cuda.mem_get_info())
+        capability = torch.cuda.get_device_capability()
+        print(f"{torch.cuda.get_device_name()}, capability {capability}, {free:.0f} of {total:.0f} GB free")
+        if capability < (8, 0):
+            found["compute capability 8.0"] = OPTIONAL["triton"]
+    for name, why in found.items():
+        print(f"MISSING: {name}: {why}")
     return found
 
 
-def run(part: Part, log: Path) -> str:
-    """Runs a part to its end, or kills it with all that it started; why it failed, or nothing."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("w") as file:
+def fitting(models: Sequence[Model], device: str) -> list[Model]:
+    """The models that the GPU has room for."""
+    if device != "cuda":
+        return list(models)
+    import torch
+
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    for model in models:
+        if model.gigabytes > free:
+            print(f"LEFT OUT: {model.shape} needs {model.gigabytes} GB, {free:.0f} are free")
+    return [model for model in models if model.gigabytes <= free]
+
+
+class Clock:
+    """The time that is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self, most: float = SECONDS, kept: float = 0) -> float:
+        return max(0.0, min(most, self._end - time.monotonic() - kept))
+
+
+def environment(out: Path) -> dict[str, str]:
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_CACHE_DIR": str(out / "triton")}
+    return {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Ends a process with all that it started, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def measured(
+    settings: Sequence[Any], steps: int, profiled: bool, seconds: float, clock: Clock, out: Path
+) -> Iterator[Mapping[str, Any]]:
+    """What each of some methods takes, in one process; after one that hangs or dies, the next have a new one."""
+    left = [asdict(one) for one in settings]
+    while left:
+        command = [sys.executable, "-m", "step_bench.several", json.dumps(left), str(steps), str(int(profiled))]
+        log = out / f"{left[0]['shape']}.log"
+        with log.open("a") as errors:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment(out), start_new_session=True
+            )
+            try:
+                limit = seconds + IMPORTS
+                while left:
+                    found = next_line(process, clock.left(limit, kept=TESTS))
+                    left.pop(0)
+                    yield found
+                    if "dead" in found:
+                        break
+                    limit = seconds
+            finally:
+                kill(process)
+
+
+def next_line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    """The next line (JSON) of a process; ``failed``, and why, where none comes."""
+    assert process.stdout is not None
+    end = time.monotonic() + seconds
+    while select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+        line = process.stdout.readline()
+        if not line:
+            return {"failed": f"ended with exit code {process.wait()}", "dead": True}
+        if line.startswith(b"{"):
+            return dict(json.loads(line))
+    return {"failed": f"took longer than {seconds:.0f} s", "dead": True}
+
+
+def measure(
+    model: Model, device: str, steps: int, clock: Clock, out: Path, results: list[Any], profiled: bool = True
+) -> list[str]:
+    """Measures all methods of a model, and writes ``results`` after each; what failed."""
+    from step_bench.report import make_text, plot
+    from step_bench.run import Measurement, to_json
+    from step_bench.settings import Settings
+
+    common = {"batch": model.batch, "length": model.length, "dtype": "bfloat16", "device": device}
+    settings = [Settings(method, model.shape, model.budget, **common) for method in METHODS]
+    own = [Measurement(one) for one in settings]
+    print(f"\n=== {model.shape}: bfloat16, batch {model.batch} x {model.length}, budget {model.budget:,}", flush=True)
+    for one, found in zip(own, measured(settings, steps, profiled, model.seconds, clock, out), strict=True):
+        one.profile = found.get("profile", {})
+        one.add({name: value for name, value in found.items() if name not in ("profile", "dead")})
+        one.held_bytes = one.peak_bytes
+        results.append(one)
+        (out / "results.json").write_text(to_json(results) + "\n")
+        times = f"{1e3 * one.step_seconds:.2f} ms a step, {one.peak_bytes / 1e9:.2f} GB" if one.updates else one.failed
+        profile = one.profile
+        launches = f", {profile['launches']:,} launches, waits {profile['waits']}" if profile else ""
+        print(f"{one.settings.method:<12}{times}, {one.warm_up:.0f} s to be ready{launches}", flush=True)
+    print(make_text(own))
+    if any(one.updates for one in own) and importlib.util.find_spec("matplotlib"):
+        plot(own, out / f"{model.shape}.png")
+    return [f"{one.settings.method} of {model.shape}: {one.failed}" for one in own if one.failed]
+
+
+def test(clock: Clock, out: Path) -> list[str]:
+    """Runs the tests of a GPU, as far as time is left; what failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu and not slow", str(ROOT / "tests")]
+    print(f"\n=== tests, {clock.left():.0f} s left", flush=True)
+    with (out / "tests.log").open("w") as log:
         process = subprocess.Popen(
-            part.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "160"},
-        )  # fmt: skip
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment(out), start_new_session=True
+        )
         try:
-            code = process.wait(part.seconds)
+            code = process.wait(clock.left())
         except subprocess.TimeoutExpired:
-            return f"took longer than {part.seconds:.0f} s"
+            return ["tests: no time was left for the rest of them"]
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return f"ended with exit code {code}" if code else ""
-
-
-def run_all(parts: Iterable[Part], out: Path) -> dict[str, str]:
-    """Runs the parts one after the other; the failed ones, and why."""
-    failed = {}
-    for part in parts:
-        print(f"\n=== {part.name}, at most {part.seconds:.0f} s: {' '.join(part.command)}", flush=True)
-        started, log = time.monotonic(), out / f"{part.name}.log"
-        if why := run(part, log):
-            failed[part.name] = why
-        print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:]))
-        print(f"=== {part.name}: {why or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
-    return failed
+            kill(process)
+    print("\n".join((out / "tests.log").read_text(errors="replace").splitlines()[-15:]))
+    return [f"tests: exit code {code}"] * bool(code)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu-results"), metavar="OUT")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model in place of the four, to try the parts with")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="only the smoke test")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="that all of it may take")
     arguments = parser.parse_args()
-    out = arguments.out.resolve()
+    out, device, clock = arguments.out.resolve(), arguments.device, Clock(arguments.seconds)
     out.mkdir(parents=True, exist_ok=True)
-    failed = run_all(parts(out, arguments.device, SMALL if arguments.tiny else MODELS), out)
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+    lacking = missing(device)
+    failed, results = measure(TINY, device, 2, clock, out, [], profiled=False), list[Any]()
+    for model in [] if arguments.tiny else fitting(MODELS, device):
+        failed += measure(model, device, STEPS, clock, out, results)
+    if not arguments.tiny and "pytest" not in lacking:
+        failed += test(clock, out)
     print(f"\nresults are in {out}")
-    for name, why in failed.items():
-        print(f"FAILED: {name} {why}; see {out / name}.log")
+    for line in failed:
+        print(f"FAILED: {line}; see the logs there")
     return int(bool(failed))
 
 

@@ -9,10 +9,7 @@ kernels, and nothing is launched.
 from __future__ import annotations
 
 import gc
-import re
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,17 +17,13 @@ import typer
 from common import check_names, report, run, write_json
 from step_bench.methods import METHODS
 from step_bench.models import SHAPES
+from step_bench.profiling import profile_step
 from step_bench.run import run_worker
 from step_bench.settings import DTYPES, Settings
-from step_bench.worker import FILL, Worker, seconds_between
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from step_bench.worker import FILL, Worker
 
 from sparsify.common.extras import require
-from sparsify.training.engine import COLLECT, COMMIT
 
-LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
-WAIT = re.compile(r"cu(da)?\w*Synchronize|cudaMemcpy$|cuda(Malloc|Free)$")  # of which the profiler's end takes one
 SHOWN = 12  # kernels
 WIDTH = 60  # characters of a kernel's name
 
@@ -57,48 +50,13 @@ def main(
             settings = Settings(name, shape, budget, batch=batch, length=seq, dtype=dtype, device=device, folder=folder)
             if METHODS[name].starts_filled and not settings.state_file.exists():
                 run_worker(settings, FILL, {})
-            results[name] = measure(settings)
+            results[name] = profile_step(Worker(settings))
             gc.collect()
     conditions = {"shape": shape, "budget": budget, "batch": batch, "seq": seq, "dtype": dtype, "device": device}
     write_json(json, results, **conditions)
     show(results, ", ".join(f"{name} {value}" for name, value in conditions.items()))
     if plot is not None:
         draw(results, plot)
-
-
-def measure(settings: Settings) -> dict[str, Any]:
-    """Milliseconds, launches and waits of one step, the profiled one the second: the first starts the profiler."""
-    worker = Worker(settings)
-    started = time.perf_counter()
-    start, _, end = worker.step()
-    host = time.perf_counter() - started
-    found = {"step": 1e3 * seconds_between(start, end), "host": 1e3 * host}
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * settings.is_cuda]
-    for _ in range(2):
-        with profile(activities=activities) as profiled:
-            worker.step()
-    return found | breakdown(profiled.key_averages(), settings.is_cuda)
-
-
-def breakdown(rows: Sequence[Any], is_cuda: bool) -> dict[str, Any]:
-    """The numbers of a profile, times in milliseconds."""
-    on_host = {row.key: row for row in rows if row.device_type == DeviceType.CPU}
-    kernels = [(row.key, row.count, row.self_cpu_time_total / 1e3) for row in on_host.values()]
-    if is_cuda:  # the device has a row for each of the host's ranges too
-        kernels = [
-            (row.key, row.count, row.self_device_time_total / 1e3)
-            for row in rows if row.device_type == DeviceType.CUDA and row.key not in on_host
-        ]  # fmt: skip
-    ranges = {name: on_host[name] for name in (COLLECT, COMMIT) if name in on_host}
-    return {
-        "launches": sum(row.count for name, row in on_host.items() if LAUNCH.match(name)),
-        "waits": {name: row.count for name, row in on_host.items() if WAIT.match(name)},
-        "ranges": {
-            name: {"count": row.count, "host": row.cpu_time_total / 1e3, "device": row.device_time_total / 1e3}
-            for name, row in ranges.items()
-        },
-        "kernels": sorted(kernels, key=lambda kernel: -kernel[2]),
-    }
 
 
 def show(results: dict[str, dict[str, Any]], headline: str) -> None:

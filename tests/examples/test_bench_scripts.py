@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -149,12 +150,67 @@ def test_the_roofline_counts_the_products_of_a_layer(script):
     assert work == [24_000, 38_400]
 
 
-def test_parts_that_fail_or_take_too_long_are_named_and_the_others_run(script, tmp_path):
-    gpu = script("gpu")
-    hangs = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    programs = {"fails": "import sys; sys.exit(3)", "hangs": hangs, "works": "print('done')"}
-    parts = [
-        gpu.Part(name, 5 if name == "hangs" else 60, [sys.executable, "-c", code]) for name, code in programs.items()
-    ]
-    assert gpu.run_all(parts, tmp_path) == {"fails": "ended with exit code 3", "hangs": "took longer than 5 s"}
-    assert (tmp_path / "works.log").read_text() == "done\n"
+SEVERAL = """
+import json, os, sys, time
+for method in json.loads(sys.argv[1]):
+    if method["method"] == "lora":
+        time.sleep(600)
+    if method["method"] == "full":
+        os._exit(3)
+    print("a library's own line")
+    print(json.dumps({"initialisations": [0.1], "forward_backward": [1.0], "updates": [0.5]}), flush=True)
+"""
+
+
+@pytest.fixture
+def gpu(script, tmp_path, monkeypatch):
+    """``gpu.py``, whose workers are stand-ins."""
+    (tmp_path / "step_bench").mkdir()
+    (tmp_path / "step_bench" / "several.py").write_text(SEVERAL)
+    monkeypatch.setattr(found := script("gpu"), "environment", lambda out: {**os.environ, "PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(found, "IMPORTS", 20)
+    return found
+
+
+def test_methods_that_fail_or_take_too_long_on_a_gpu_are_named_and_the_others_run(gpu, tmp_path, capsys):
+    model, results = gpu.TINY._replace(seconds=2), []
+    failed = gpu.measure(model, "cpu", 1, gpu.Clock(600), tmp_path, results)
+    assert failed == ["lora of tiny: took longer than 2 s", "full of tiny: ended with exit code 3"]
+    assert [one.settings.method for one in results if one.updates] == ["id3", "lora-short", "static", "shira"]
+    written = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [one["failed"] for one in written if one["failed"]] == [line.partition(": ")[2] for line in failed]
+    assert "1500.00 ms a step" in capsys.readouterr().out
+
+
+def test_what_a_gpus_machine_lacks_is_named_before_anything_is_measured(gpu, monkeypatch, capsys):
+    lacking = ("matplotlib", "triton")
+    find = gpu.importlib.util.find_spec
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name in lacking else find(name))
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu.sysconfig, "get_paths", lambda: {"include": "nowhere"})
+    assert list(gpu.missing("cpu")) == ["triton", "matplotlib", "a C compiler", "Python.h"]
+    assert "MISSING: Python.h: its kernels are not measured: slower forms" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match=r"finds no GPU: it takes a build for CUDA"):
+            gpu.missing("cuda")
+    lacking = ("peft",)
+    with pytest.raises(SystemExit, match=r"install it \(pip install peft\)"):
+        gpu.missing("cpu")
+
+
+def test_a_gpu_without_room_for_a_model_leaves_it_out(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(30e9), int(80e9)))
+    assert [model.shape for model in gpu.fitting(gpu.MODELS, "cuda")] == ["bert-base", "llama-1b"]
+    assert "LEFT OUT: llama-8b needs 60 GB, 30 are free" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_measures_all_methods(tmp_path):
+    command = ["bash", str(SCRIPTS / "gpu.sh"), str(tmp_path), "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
+    rows = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert all(row["updates"] for row in rows)
+    assert {row["settings"]["method"]: row["unmasked"] for row in rows} == {
+        "id3": 500, "lora": 0, "lora-short": 0, "static": 1000, "full": 0, "shira": 0
+    }  # fmt: skip

@@ -108,8 +108,8 @@ def _dense_id3(model: nn.Module, settings: Settings) -> Trainee:
     return _trainee(model, weight_decay=0.0, trained=settings.budget, **more)
 
 
-def _lora(model: nn.Module, settings: Settings) -> Trainee:
-    return _by_peft("LoraConfig", model, settings, r=LORA_RANK, lora_dropout=0.0)
+def _lora(model: nn.Module, settings: Settings, autocast: bool = True) -> Trainee:
+    return _by_peft("LoraConfig", model, settings, r=LORA_RANK, lora_dropout=0.0, autocast=autocast)
 
 
 def _shira(model: nn.Module, settings: Settings) -> Trainee:
@@ -131,14 +131,12 @@ def _linear_weights(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in layers if not any(layer is head for head in heads)]
 
 
-def _by_peft(name: str, model: nn.Module, settings: Settings, **config: Any) -> Trainee:
-    """PEFT's defaults on all linear layers, the task's head included."""
+def _by_peft(name: str, model: nn.Module, settings: Settings, *, autocast: bool = True, **config: Any) -> Trainee:
+    """PEFT's defaults on all linear layers, the task's head included; adapters in float32 with ``autocast``."""
     import peft
 
-    task = SHAPES[settings.shape].task
-    return _trainee(
-        peft.get_peft_model(model, getattr(peft, name)(target_modules="all-linear", task_type=task, **config))
-    )
+    config = {"target_modules": "all-linear", "task_type": SHAPES[settings.shape].task, **config}
+    return _trainee(peft.get_peft_model(model, getattr(peft, name)(**config), autocast_adapter_dtype=autocast))
 
 
 METHODS = {
@@ -153,6 +151,7 @@ METHODS = {
     ),
     "dense-id3": Method(_dense_id3, starts_filled=True),
     "lora": Method(_lora, uses_peft=True),
+    "lora-short": Method(lambda model, settings: _lora(model, settings, autocast=False), uses_peft=True),
     "shira": Method(_shira, uses_peft=True),
     "supertuning": Method(_supertuning, uses_peft=True),
 }

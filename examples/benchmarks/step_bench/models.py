@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sparsify import SparsifyError
-from sparsify.cli import demo
 
 from .settings import DTYPES, SEED, Settings
 
@@ -53,11 +52,13 @@ class Shape:
 
     def make(self, config: dict[str, Any]) -> nn.Module:
         """A model with random weights, or with MiniLM's."""
-        from transformers.utils import logging
-
         model_class = self.model_class()
         if not self.real:
             return model_class(model_class.config_class(**config))
+        from transformers.utils import logging
+
+        from sparsify.cli import demo
+
         logging.set_verbosity_error()  # the head is new, and is meant to be
         logging.disable_progress_bar()
         with torch.device("cpu"):  # on another device transformers needs accelerate
@@ -98,6 +99,11 @@ LLAMA_1B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
+LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "use_cache": False,
+}  # fmt: skip
 # to try the command with; without dropout
 TINY = {
     "vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -119,6 +125,7 @@ SHAPES = {
         {"num_hidden_layers": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "use_cache": False},
         on_cpu={"num_hidden_layers": 1, "vocab_size": 256},
     ),
+    "llama-8b": Shape("Llama", "CAUSAL_LM", LLAMA_8B, budget=6_700_000),
     "tiny": Shape("Bert", "SEQ_CLS", TINY, budget=1_000),
 }  # fmt: skip
 
@@ -147,6 +154,8 @@ def find_texts() -> tuple[str, Texts]:
         with opener(path, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         return "mrpc", [(f"{row['sentence1']} {row['sentence2']}", row["label"]) for row in rows]
+    from sparsify.cli import demo
+
     return "docstrings", [(example.text, example.label) for part in demo.load_examples() for example in part]
 
 

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from typing import Any
 
 from .methods import FLOOR, FULL
 from .run import EXHAUSTED, Measurement
@@ -37,36 +35,56 @@ def headline(results: Sequence[Measurement], rounds: int, steps: int) -> str:
     return f"{', '.join(filter(None, parts))}: {medians}; {memory}"
 
 
-def make_table(results: Sequence[Measurement]) -> Table:
-    """A row per method, with its ratios to full fine-tuning and to the floor where these were measured."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def rows_of(results: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
+    """Columns, and a row per method with its ratios to full fine-tuning and to the floor where these were measured."""
     measured = [one for one in results if one.updates]
     bases = [measured[_names(measured).index(name)] for name in (FULL, FLOOR) if name in _names(measured)]
     ratios = [f"/ {base.settings.method}" for base in bases]
-    columns = ["trained", "unmasked", "memory (MB)", *ratios, "resident (MB)"]
+    columns = ["method", "trained", "unmasked", "memory (MB)", *ratios, "resident (MB)"]
     columns += ["init (s)", "sparse (s)", "update (s)", "step (s)", *ratios]
-    table.add_column("method", no_wrap=True)
-    for column in columns:
-        table.add_column(column.replace(" (", "\n("), justify="right", no_wrap=True)
+    rows = []
     for one in results:
         if not one.updates:
-            table.add_row(one.settings.method, one.failed if one.failed in EXHAUSTED else "failed")
+            rows.append([one.settings.method, one.failed if one.failed in EXHAUSTED else "failed"])
             continue
         digits = 4 if one.settings.is_cuda else 3
-        table.add_row(
+        rows.append([
             one.settings.method,
             f"{one.trained:,}" if one.trained else "-",
             f"{one.unmasked:,}" if one.unmasked else "-",
             f"{one.held_bytes / MB:,.0f}",
-            *(f"{one.held_bytes / base.held_bytes:.2f}" for base in bases),
+            *(f"{one.held_bytes / base.held_bytes:.2f}" if base.held_bytes else "-" for base in bases),
             f"{one.peak_bytes / MB:,.0f}",
             f"{statistics.median(one.initialisations):.2f}",
             f"{statistics.median(one.sparse):.3f}" if one.sparse else "-",
             f"{statistics.median(one.updates):.{digits}f}",
             f"{one.step_seconds:.{digits}f}",
             *(f"{one.step_seconds / base.step_seconds:.2f}" for base in bases),
-        )
+        ])  # fmt: skip
+    return columns, rows
+
+
+def make_table(results: Sequence[Measurement]) -> Any:
+    """A table of rich's."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    (first, *columns), rows = rows_of(results)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column.replace(" (", "\n("), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def make_text(results: Sequence[Measurement]) -> str:
+    """The same without rich."""
+    columns, rows = rows_of(results)
+    widths = [max(len(row[place]) for row in [columns, *rows] if place < len(row)) for place in range(len(columns))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in [columns, *rows]]
+    return "\n".join(lines)
 
 
 def plot(results: Sequence[Measurement], path: Path) -> None:
@@ -93,7 +111,7 @@ def plot(results: Sequence[Measurement], path: Path) -> None:
             if one.settings.method == FULL
         }
         labels = [
-            f" {value:.2f}" + (f"  ({value / full[own]:.2f} x full)" if own in full else "")
+            f" {value:.2f}" + (f"  ({value / full[own]:.2f} x full)" if full.get(own) else "")
             for value, own in zip(values, conditions, strict=True)
         ]
         ax.bar_label(ax.barh(names, values, color=colors), labels, fontsize=8)

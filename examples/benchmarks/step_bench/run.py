@@ -46,6 +46,8 @@ class Measurement:
     peak_bytes: int = 0  # the largest resident set beyond library_bytes; on a GPU, the most in tensors
     held_bytes: int = 0  # the same, in a process in which freed memory is returned to the system at once
     sparse: list[float] = field(default_factory=list)  # of more steps: the masked weights' gradients, and selection
+    warm_up: float = 0.0  # seconds until the steps to be measured, where the process measures several methods
+    profile: dict[str, Any] = field(default_factory=dict)  # of one step (profiling.py), where it was taken
     failed: str = ""  # why the method is not measured to its end
 
     @property
