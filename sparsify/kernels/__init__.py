@@ -38,6 +38,10 @@ def _builds(device: torch.device) -> bool:
         scatter([written], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))
         if written.item() != 1:
             raise RuntimeError("a kernel wrote nothing")
+        logging.getLogger("sparsify").info(
+            "Triton builds up to seven kernels for %s in the first steps, half a second each; it keeps them on disk.",
+            device,
+        )
     except Exception as error:  # a compiler's own kinds of errors are among them
         reason = str(error).strip().partition("\n")[0]
         logging.getLogger("sparsify").warning(
