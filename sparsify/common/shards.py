@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -51,9 +50,8 @@ def read_own_entries(parameter: Tensor, indices: Tensor) -> Tensor:
     return values
 
 
-@torch.no_grad()
 def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes values (n,) at flat indices (n,); of a sharded parameter, those that this rank holds."""
+    """Writes values (n,) at flat indices (n,) of a detached parameter; of a sharded one, those that this rank holds."""
     if not is_shard(parameter):
         put(parameter, indices, values)
         return

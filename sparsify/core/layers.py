@@ -10,7 +10,6 @@ The weight is never differentiated: the node's other input, the root, is how aut
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -79,9 +78,11 @@ def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
     use = call.of_weight or call.of_bias
     if use is not None and use.tensor.collector.recompute is not None:
         call = call._replace(recompute=use.tensor.collector.recompute(x))
-    # without a dtype, autocast is off, or leaves x alone
-    with nullcontext() if call.dtype is None else torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(x, weight, bias, call, None if use is None else use.root)
+    root = None if use is None else use.root
+    if call.dtype is None:  # autocast is off, or leaves x alone
+        return _Linear.apply(x, weight, bias, call, root)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linear.apply(x, weight, bias, call, root)
 
 
 def linear(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -83,7 +83,8 @@ class ModelTensor(MaskedTensor):
         return read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
 
     def write(self, values: Tensor) -> None:
-        write_own_entries(self.parameter, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        parameter = self.parameter.detach()
+        write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
 
     def write_base(self) -> None:
         """Writes the pretrained values as :meth:`write_without_version_bump` does."""

@@ -244,7 +244,7 @@ class Engine(TrainingStep):
         section = ExitStack()
         section.enter_context(torch._C.DisableTorchFunctionSubclass())
         section.enter_context(record_function(name) if profiled else nullcontext())
-        section.enter_context(torch.autocast(device.type, enabled=False))
+        section.enter_context(torch.autocast(device.type, enabled=False) if autocast else nullcontext())
         section.enter_context(self.streams.joined(device))
         return section
 

@@ -123,15 +123,15 @@ class EffectiveWeights:
         check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, tensors)):
-            self._scatter(seen=True)
-            self._addresses = self._addresses_now()
-        else:
-            with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
+        self._addresses = None
+        with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
+            if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, tensors)):
+                self._scatter(seen=True)
+                self._addresses = self._addresses_now()
+            else:
                 for tensor, own in zip(tensors, self._entries.effective(), strict=True):
                     if own.numel() and tensor not in but:
                         tensor.write(own)
-            self._addresses = None
         self.are_sums = not but
         self._written, self._written_dtype = values.clone(), tensors[0].dtype
         self._version, self.writes = values._version, self.writes + 1

@@ -14,7 +14,7 @@ import torch
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "gpu", "merge", "profile_step", "ranks", "roofline", "stream", "swap")
+NAMES = ("common", "file", "gpu", "merge", "overhead", "profile_step", "ranks", "roofline", "stream", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,18 @@ def test_a_step_on_a_cpu_is_broken_down_and_drawn(script, tmp_path, capsys):
     assert min(one["step"] for one in results.values()) > 0
     assert files["plot"].read_bytes()[:4] == b"\x89PNG"
     assert "lora: the longest" in capsys.readouterr().out
+
+
+def test_a_step_calls_no_more_functions_of_python_than_it_did(script):
+    calls = {}
+    for method in script("overhead").METHODS:
+        model, optimizer = script("overhead").make(method, layers=4, width=32, steps=10)
+        for _ in range(2):
+            script("overhead").step(model, optimizer)
+        calls[method] = script("overhead").calls_of_a_step(model, optimizer)
+    added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
+    assert added["static"] <= 680, added
+    assert added["id3"] <= 920, added
 
 
 def test_the_roofline_counts_the_products_of_a_layer(script):
