@@ -39,7 +39,7 @@ class TopK:
 
     Example:
         >>> topk = TopK(2, torch.float32, "cpu")
-        >>> topk.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0.1, 0.2, 0.3]))
+        >>> topk.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.ones(3), torch.ones(3))
         >>> topk.winners().ids
         tensor([3, 5])
     """
@@ -51,8 +51,9 @@ class TopK:
         self.threshold = torch.full((), float(threshold), dtype=dtype, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         none = torch.empty(0, dtype=dtype, device=device)
-        self._best = torch.empty(0, dtype=torch.int64, device=device), none, none  # ids, scores, gradients
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        # ids, scores, gradients, weights
+        self._best: tuple[Tensor, ...] = (torch.empty(0, dtype=torch.int64, device=device), none, none, none)
+        self._waiting: list[tuple[Tensor, ...]] = []
         self._num_waiting = 0
 
     def offer(
@@ -81,19 +82,19 @@ class TopK:
     def offer_entries(self, importance: Importance, ids: Tensor, weight: Tensor, grad: Tensor) -> None:
         """Offers those of some entries (n,) that reach the threshold and whose gradient is not zero."""
         grad = at_least_float32(grad)
-        scores = importance.score(at_least_float32(weight), grad)
+        weight = at_least_float32(weight)
+        scores = importance.score(weight, grad)
         keep = (scores >= self.threshold.to(scores.device, scores.dtype)) & (scores > 0)
         if not importance.monotone:  # then a gradient of zero may score
             keep &= grad != 0
-        self.add(ids[keep], scores[keep], grad[keep])
+        self.add(ids[keep], scores[keep], grad[keep], weight[keep])
 
-    def add(self, ids: Tensor, scores: Tensor, grads: Tensor) -> None:
+    def add(self, ids: Tensor, scores: Tensor, grads: Tensor, weights: Tensor) -> None:
         """Offers entries (n,); those with a score that is not finite are refused."""
-        finite = scores.isfinite()
+        finite, numbers = scores.isfinite(), [scores, grads, weights]
         if not finite.all():
-            ids, scores, grads = ids[finite], scores[finite], grads[finite]
-        device, dtype = self.threshold.device, self.threshold.dtype
-        self._waiting.append((ids.to(device), scores.to(device, dtype), grads.to(device, dtype)))
+            ids, numbers = ids[finite], [own[finite] for own in numbers]
+        self._waiting.append((ids.to(self.threshold.device), *[own.to(self.threshold) for own in numbers]))
         self._num_waiting += ids.numel()
         missing = self.size - self._best[0].numel()
         if self._num_waiting >= (missing or max(self.size // CUT_SHARE, SMALLEST_CUT)):
@@ -102,14 +103,15 @@ class TopK:
     def winners(self) -> Winners:
         """Returns the best entries, highest score first, equal scores by ascending id."""
         self.cut()
-        ids, scores, grads = self._best
+        ids, scores, grads, weights = self._best
         order = best_first(ids, scores)
-        return Winners(ids[order], grads[order])
+        return Winners(ids[order], grads[order], weights[order])
 
     def cut(self) -> None:
         """Takes in the entries that wait and keeps the ``size`` best."""
-        ids, scores, grads = map(torch.cat, zip(self._best, *self._waiting, strict=True))
+        self._best = tuple(map(torch.cat, zip(self._best, *self._waiting, strict=True)))
         self._waiting, self._num_waiting = [], 0
+        ids, scores, *_ = self._best
         if scores.numel() >= self.size:
             # kthvalue is not deterministic on a GPU
             self.threshold = scores.topk(self.size, sorted=False).values.amin()
@@ -117,8 +119,7 @@ class TopK:
             level = (scores == self.threshold).nonzero().squeeze(1)
             level = level[ids[level].argsort()[: self.size - above.numel()]]
             kept = torch.cat([above, level])
-            ids, scores, grads = ids[kept], scores[kept], grads[kept]
-        self._best = ids, scores, grads
+            self._best = tuple(own[kept] for own in self._best)
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:

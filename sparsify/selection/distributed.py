@@ -27,7 +27,7 @@ class ShareTopK(TopK):
     """A top-k on a CPU that gives the scores of its best too, as a :class:`DeviceTopK` does."""
 
     def best(self) -> list[Tensor]:
-        """Returns ids, scores, 0 where there are too few entries, and gradients of the best, each (size,)."""
+        """Returns ids, scores, 0 where there are too few, gradients and weights of the best, each (size,)."""
         self.cut()
         return [pad(part, (0, self.size - part.numel())) for part in self._best]
 
@@ -62,16 +62,16 @@ class RanksSelector(StreamingSelector):
             self._offer_waiting()
         if is_large and isinstance(gradient, Product):
             self._work.dense += gradient.numel
-            blocks = RowBlocks(gradient, tensor.indices, excluded)
+            blocks = RowBlocks(gradient, self._wanted(tensor), excluded)
             self._ranks.headers([tensor.number], (), self._names)
             self._offer_mean(tensor, blocks.rows)
             return blocks.taken
-        unmasked, dense = self._compute(tensor, gradient, excluded)
+        wanted, dense = self._compute(tensor, gradient, excluded)
         self._waiting.append((tensor, dense.own()))
         number = sum(other.numel for other, _ in self._waiting)  # not of their gradients: the same on all ranks
         if is_large or number > MOST_WAITING or len(self._waiting) == PLACES or not self._can_wait:
             self._offer_waiting()
-        return unmasked  # this rank's: DDP averages the flat gradient
+        return wanted  # this rank's: DDP averages the flat gradient
 
     def _offer_waiting(self) -> None:
         if self._waiting:

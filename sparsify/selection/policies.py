@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
@@ -14,13 +15,13 @@ from sparsify.core.entries import count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.importance import D3
 from sparsify.core.policy import IncrementPolicy, Policy, Selector
-from sparsify.core.step import read_weights
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.errors import SparsifyError
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import RanksSelector, ShareTopK
 from sparsify.selection.screening import StreamingSelector, Work
+from sparsify.selection.small import SmallGradients
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
 from sparsify.strategies.strategy import Increment, Repeat, Strategy, divide
@@ -101,9 +102,9 @@ class SelectorFactory:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, policy.entries.values.detach())
         self.work = Work()
-        if isinstance(policy, (AccumulatingPolicy, AllocatedPolicy)) and num_ranks() > 1:
-            raise SparsifyError('Increment(select="all") works on one rank, as do budgets of modules: leave them out.')
         if isinstance(policy, AllocatedPolicy):
+            if num_ranks() > 1:
+                raise SparsifyError("budgets of modules of their own work on one rank: leave them out.")
             own: dict[MaskedTensor, Selector] = {}
             for (tensors, _), quota in zip(policy.groups(), policy.quotas(), strict=True):
                 own |= dict.fromkeys(tensors, self._streaming(policy, quota)) if quota else {}
@@ -115,11 +116,14 @@ class SelectorFactory:
         topk: Any = ShareTopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-        if isinstance(policy, AccumulatingPolicy) and policy.known is not None and policy.known.ids.numel():
-            return AccumulatingSelector(topk, policy, self.work, policy.known)
-        if num_ranks() == 1:
-            return StreamingSelector(topk, policy.importance, self.work, policy.masked_only)
-        return RanksSelector(topk, policy.importance, self.work, policy.masked_only, self._ranks, policy.tensors)
+        parts = topk, policy.importance, self.work, policy.masked_only
+        selector = StreamingSelector(*parts)
+        if num_ranks() > 1:
+            selector = RanksSelector(*parts, self._ranks, policy.tensors)
+        known = policy.known if isinstance(policy, AccumulatingPolicy) else None
+        if known is not None and known.ids.numel():
+            return AccumulatingSelector(topk, policy, selector, known, self._ranks)
+        return selector
 
     def _rank(self, policy: Policy, number: int) -> Tensor:
         """Global ids (number,) of the entries that come next by the weights alone."""
@@ -174,68 +178,78 @@ class RepeatPolicy(Policy):
         return Winners(ids[new], winners.grads[new])
 
 
-class AccumulatingSelector(StreamingSelector):
-    """Selects by the gradients of a pass, plus those of earlier passes at the ``known`` candidates."""
+class AccumulatingSelector(Selector):
+    """Selects by the gradients of a pass, which another selector takes, plus those of earlier ones where ``known``."""
 
-    batches_small = False
-
-    def __init__(self, topk: Any, policy: Policy, work: Work, known: Winners) -> None:
-        super().__init__(topk, policy.importance, work, masked_only=True)
-        self._ids, order = known.ids.sort()
-        self._sums = known.grads[order]
+    def __init__(self, topk: Any, policy: Policy, selector: StreamingSelector, known: Any, ranks: Ranks) -> None:
+        super().__init__(topk, policy.importance)
+        self._selector, self._ranks, self.batches_small = selector, ranks, selector.batches_small
+        like = policy.entries.values.detach()
+        self._ids, order = known.ids.to(like.device).sort()
+        self._sums, self._weights = known.grads.to(like)[order], known.weights.to(like)[order]
         counts = count_by_tensor(self._ids, policy.entries.ends).tolist()
-        self._weights = read_weights(policy.tensors, self._ids, counts, self._sums)
-        parts = zip(self._ids.split(counts), self._sums.split(counts), strict=True)
-        self._own = dict(zip(policy.tensors, parts, strict=True))  # of each tensor: ids, and a view of their sums
+        self._new = torch.zeros_like(self._sums)  # the gradients of this pass, on this rank
+        self._own = dict(zip(policy.tensors, self._new.split(counts), strict=True))
+        parts = zip(policy.tensors, self._ids.split(counts), strict=True)
+        selector.known = {tensor: (ids - tensor.offset).to(tensor.parameter.device) for tensor, ids in parts}
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        ids, sums = self._own[tensor]
-        if ids.numel():
-            sums += gradient.take(self._indices(tensor)).to(sums)
-        return super().offer(tensor, gradient)
+        unmasked, own = self._selector.offer(tensor, gradient).split([tensor.count, self._own[tensor].numel()])
+        self._own[tensor] += own.to(self._new)
+        return unmasked
 
-    def _indices(self, tensor: MaskedTensor) -> Tensor:
-        return (self._own[tensor][0] - tensor.offset).to(tensor.parameter.device)
+    def offer_small(self, small: SmallGradients) -> None:
+        indices = [self._selector.known[tensor] for tensor in small.tensors]
+        parts = small.take(indices).to(self._new).split([own.numel() for own in indices])
+        for tensor, own in zip(small.tensors, parts, strict=True):
+            self._own[tensor] += own
+        self._selector.offer_small(small)
 
-    def _excluded(self, tensor: MaskedTensor) -> Tensor:
-        return torch.cat([super()._excluded(tensor), self._indices(tensor)])
+    def skip(self, tensor: MaskedTensor) -> None:
+        self._selector.skip(tensor)
 
     def winners(self) -> Winners:
-        self._topk.offer(self._importance, self._weights[None], self._sums[None], None, 0, self._ids)
-        return super().winners()
+        ranks = num_ranks()
+        sums = self._sums + self._ranks.sum_(self._new).div_(ranks)
+        own = slice(dist.get_rank() if ranks > 1 else 0, None, ranks)  # each rank offers some
+        if self._ids[own].numel():
+            self._topk.offer(self._importance, self._weights[own][None], sums[own][None], None, 0, self._ids[own])
+        return self._selector.winners()
 
 
 class AccumulatingPolicy(IncrementPolicy):
     """increment-S by the gradients of all passes of a step, each of which selects the step's entries again.
 
     The best candidates, several times as many as are unmasked, are kept from pass to pass with the sums of their
-    gradients. Until the optimizer steps, the entries have no value, and can be masked again.
+    gradients: in the first step, and in one after a step of several passes. In any other the first pass selects.
     """
 
-    known: Winners | None = None  # the candidates
-    _first, _step = 0, -1  # entries unmasked before the step that was last selected for, and its number
+    known: Any = None  # the step's Winners so far, best first, of which the first are unmasked
+    _number, _keeps = 0, True  # entries that the step unmasks, and whether it keeps more
 
-    def reopen(self, selected: bool) -> bool:
-        """Masks the entries that the step's earlier passes ``selected``, if any; whether they stay selected."""
-        new, grad = self.entries.values.detach()[self._first :], self.entries.values.grad
-        # not where a closure, or SAM, has moved them, or has dropped the gradients of the passes before
-        if not selected or self.known is None or grad is None or bool(new.any()) or not bool(grad.any()):
-            self.known = None
-            return selected
-        grad[self._first :] = 0
-        self.entries.truncate(self._first)  # type: ignore[attr-defined]
-        return False
+    def selector(self) -> Selector | None:
+        self.known, self._number, self._keeps = None, self.quota(), self.summed >= self.entries.step
+        return self._make() if self._number else None
 
-    def growing(self) -> bool:
-        return super().growing() or self._step == self.entries.step
+    def selector_again(self, first: int) -> Selector | None:
+        """Makes the selector of a later pass; the entries from slot ``first`` on are what the earlier ones selected."""
+        values, grad, new = self.entries.values.detach(), self.entries.values.grad, slice(first, self.entries.count)
+        sums = self.known.grads[: self.entries.count - first]
+        # not where a closure, or SAM, has moved them, nor where the gradient is not what the passes have left
+        if sums.numel() and (not self._keeps or grad is None or bool(values[new].any())):
+            return None
+        if sums.numel() and not torch.allclose(grad[new], sums.to(grad), rtol=1e-4, atol=0):  # ranks round their mean
+            return None
+        self._keeps = True
+        return self._make()
 
-    def quota(self) -> int:
-        number = super().quota()
-        return max(_KEPT * number, _LEAST_KEPT) if number else 0
+    def _make(self) -> Selector:
+        number = max(_KEPT * self._number, _LEAST_KEPT) if self._keeps else self._number
+        return self.select(self, number)  # type: ignore[misc]
 
     def unmask(self, winners: Winners) -> Winners:
-        self.known, self._first, self._step = winners, self.entries.count, self.entries.step
-        return winners.first(super().quota())
+        self.known = winners
+        return winners.first(self._number)
 
 
 class AllocatedPolicy(IncrementPolicy):
@@ -273,5 +287,6 @@ def policy_of(strategy: Strategy) -> Any:
     if isinstance(selection, Increment) and isinstance(selection.allocation, dict):
         return partial(AllocatedPolicy, strategy=strategy)
     if isinstance(selection, Increment):
-        return AccumulatingPolicy if selection.select == "all" else IncrementPolicy
+        by_all = selection.select == "all" and strategy.importance.uses_gradient  # type: ignore[union-attr]
+        return AccumulatingPolicy if by_all else IncrementPolicy
     return RepeatPolicy if isinstance(selection, Repeat) else Policy

@@ -85,19 +85,20 @@ class StreamingSelector(Selector):
     def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool) -> None:
         super().__init__(topk, importance)
         self._work, self._masked_only = work, masked_only
+        self.known: dict[MaskedTensor, Tensor] = {}  # flat indices (k,) whose gradients are returned, and not offered
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded = self._excluded(tensor)
         if isinstance(gradient, Product):
             if not isinstance(self._topk, DeviceTopK):
-                unmasked = self.screen(tensor, gradient, excluded)
-                if unmasked is not None:
-                    return unmasked
+                wanted = self.screen(tensor, gradient, excluded)
+                if wanted is not None:
+                    return wanted
             elif gradient.numel > MOST_MULTIPLIED:
                 return self._offer_blocks(tensor, gradient, excluded)
-        unmasked, dense = self._compute(tensor, gradient, excluded)
+        wanted, dense = self._compute(tensor, gradient, excluded)
         self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
-        return unmasked
+        return wanted
 
     def skip(self, tensor: MaskedTensor) -> None:
         """Takes note that a tensor's gradient is empty, for want of tokens."""
@@ -109,23 +110,27 @@ class StreamingSelector(Selector):
             weight, grad, ids = own.entries([self._excluded(tensor) for tensor in own.tensors])
             self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
 
+    def _wanted(self, tensor: MaskedTensor) -> Tensor:
+        return torch.cat([tensor.indices, self.known[tensor]]) if self.known else tensor.indices
+
     def _excluded(self, tensor: MaskedTensor) -> Tensor:
-        return tensor.not_candidates if self._masked_only else tensor.never_candidates
+        excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
+        return torch.cat([excluded, self.known[tensor]]) if self.known else excluded
 
     def _compute(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
-        """Returns the gradient of the unmasked entries (k,), and the whole one, zero at the excluded entries (e,)."""
+        """Returns the gradient of the wanted entries (k,), and the whole one, zero at the excluded entries (e,)."""
         self._work.dense += gradient.numel
         dense = gradient.dense()
-        unmasked = dense.take(tensor.indices)
+        wanted = dense.take(self._wanted(tensor))
         if excluded.numel():
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
-        return unmasked, dense
+        return wanted, dense
 
     def _offer_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
-        """Offers a large product in blocks of rows; returns the gradient of the unmasked entries (k,)."""
+        """Offers a large product in blocks of rows; returns the gradient of the wanted entries (k,)."""
         self._work.dense += gradient.numel
         (height, cols), weight = matrix_shape(tensor), tensor.matrix
-        blocks, at_once = RowBlocks(gradient, tensor.indices, excluded), max(1, MOST_MULTIPLIED // cols)
+        blocks, at_once = RowBlocks(gradient, self._wanted(tensor), excluded), max(1, MOST_MULTIPLIED // cols)
         for start in range(0, height, at_once):
             values = blocks.rows(start, min(start + at_once, height))
             rows = weight[start : start + at_once]
@@ -133,9 +138,9 @@ class StreamingSelector(Selector):
         return blocks.taken
 
     def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
-        """Offers what can reach the threshold; returns the unmasked entries' gradient, ``None`` if it does not pay."""
-        left, right, size = product.left, product.right, product.numel
-        most = screening_limit(left, right, tensor.count) if product.looked_up is None else 0
+        """Offers what can reach the threshold; returns the wanted entries' gradient, ``None`` if it does not pay."""
+        left, right, size, wanted = product.left, product.right, product.numel, self._wanted(tensor)
+        most = screening_limit(left, right, wanted.numel()) if product.looked_up is None else 0
         has_threshold = self._importance.monotone and float(self._topk.threshold) > SMALLEST_THRESHOLD
         if not most or size < SMALLEST_SCREENED or not has_threshold:
             return None
@@ -155,7 +160,7 @@ class StreamingSelector(Selector):
             if indices.numel():
                 weights, grads = tensor.matrix.take(indices), grads[row[kept], column[kept]]
                 self._topk.offer_entries(self._importance, indices + tensor.offset, weights, grads)
-        return sddmm(left, right, tensor.indices)
+        return sddmm(left, right, wanted)
 
 
 def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
@@ -168,11 +173,11 @@ def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
 
 
 class RowBlocks:
-    """A large product in blocks of rows; ``taken`` (k,) is the gradient of the ``unmasked`` entries so far."""
+    """A large product in blocks of rows; ``taken`` (k,) is the gradient of the ``wanted`` entries so far."""
 
-    def __init__(self, gradient: Product, unmasked: Tensor, excluded: Tensor) -> None:
-        self._gradient, self._unmasked, self._excluded = gradient, unmasked, excluded
-        self.taken = torch.zeros_like(unmasked)
+    def __init__(self, gradient: Product, wanted: Tensor, excluded: Tensor) -> None:
+        self._gradient, self._wanted, self._excluded = gradient, wanted, excluded
+        self.taken = torch.zeros_like(wanted)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Multiplies out some rows (stop - start, cols); to be called once for each row."""
@@ -181,7 +186,7 @@ class RowBlocks:
         if product.looked_up is not None:
             values = values + some_rows(product.looked_up, start, stop)
         block = DenseGradient(values, torch.arange(start, stop, device=values.device))
-        self.taken = self.taken + block.take(self._unmasked)
+        self.taken = self.taken + block.take(self._wanted)
         block.clear(self._excluded)
         return block.values
 

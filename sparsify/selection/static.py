@@ -193,7 +193,7 @@ def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Te
         if first < last:
             scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)
         near = (scores >= topk.threshold.to(scores.device, scores.dtype)).nonzero().squeeze(1)
-        topk.add(near + (offset + start), scores[near], scores[near])
+        topk.add(near + (offset + start), *[scores[near]] * 3)
         start += scores.numel()
 
 

@@ -96,21 +96,23 @@ class Increment(Selection):
     """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1).
 
     Args:
-        select: the backward passes of a step that choose its entries: ``"first"``, or ``"all"``, by the sum of their
-            gradients, which is exact for entries that were among the best candidates from the first pass on: the best
-            65,536, or eight times as many as the step unmasks.
-        allocation: ``"global"``, or budgets for modules of their own, as for :class:`Static`, by ``select="first"``, an
-            importance of gradients, and on one rank. Each follows the schedule by itself.
+        select: the backward passes of a step that choose its entries: ``"all"``, by the sum of their gradients, or
+            ``"first"``. A sum has all passes for entries that were among the best from the first pass on: the best
+            65,536, or eight times as many as the step unmasks. Such sums are kept in the first step, and after a step
+            of several passes; where a run changes from one pass to several, the first of these steps is chosen by its
+            first pass.
+        allocation: ``"global"``, or budgets for modules of their own, as for :class:`Static`, by an importance of
+            gradients, the first pass, and on one rank. Each follows the schedule by itself.
     """
 
-    select: str = field(default="first", repr=False, metadata={"new": True})
+    select: str = field(default="all", repr=False, metadata={"new": True})
     allocation: str | dict[str, int | float] = field(default="global", repr=False, metadata={"new": True})
     name = "increment"
 
     def __post_init__(self) -> None:
         _check_allocation(self, ALLOCATIONS[:1])
         if self.select not in ("first", "all"):
-            raise SparsifyError(f"Increment got select={self.select!r}; expected 'first' or 'all'.")
+            raise SparsifyError(f"Increment got select={self.select!r}; expected 'all' or 'first'.")
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,9 @@ class Strategy:
             )
         selection: Any = self.selection
         divides = isinstance(selection, Increment) and isinstance(selection.allocation, dict)
-        if divides and (selection.select == "all" or not getattr(self.importance, "uses_gradient", False)):
+        if divides and not getattr(self.importance, "uses_gradient", False):
             problem = f"{self.importance} with {selection} and budgets of modules"
-            raise SparsifyError(f"{problem}; expected an importance of gradients and select='first', or Static().")
+            raise SparsifyError(f"{problem}; expected an importance of gradients, or Static().")
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
             raise SparsifyError(
                 f"{self.importance} with {self.selection} would remove the large weights; take Magnitude(largest=True)."

@@ -86,7 +86,7 @@ class Engine(TrainingStep):
         self._had_dropped = False  # whether the model that this is a copy of had dropped that step's gradient
         self._trained = 0  # how many parameters the optimizer trained in its last step
         self.compiled = CompiledGraphs(self)
-        self._begun: dict[int, tuple[int, int]] = {}  # of backward passes: thread, and number of entries unmasked then
+        self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward = _Forward()
         self._counted_by_hook = False  # whether the last step was
@@ -215,12 +215,20 @@ class Engine(TrainingStep):
         for other in [each for each in self._passes if self._begun[each][0] == thread]:
             if other != around:
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
-        if isinstance(self.policy, AccumulatingPolicy):
-            self.selected = self.policy.reopen(self.selected)
         with self._section(COLLECT, self.values.device):
             current = super().start_pass(graph, around)
-        self._begun[graph] = thread, self.entries.count
+            if self.selected and isinstance(self.policy, AccumulatingPolicy) and self._adds_to_gradient():
+                current.selector = self.policy.selector_again(self._selected_from)
+        self._begun[graph] = thread, self.entries.count, self.passes
         return current
+
+    def _adds_to_gradient(self) -> bool:
+        """Whether a backward pass that begins adds to the flat delta's gradient, as no other one that runs."""
+        node: Any = super().root_anchor().grad_fn
+        try:
+            return not self._passes and torch._C._will_engine_execute_node(node.next_functions[0][0])
+        except RuntimeError:  # it is autograd.grad(), which adds to none
+            return False
 
     def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
         with self._section(COLLECT, gradient.device):
@@ -229,6 +237,8 @@ class Engine(TrainingStep):
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):
             grad = super().commit()
+        if self.passes > 1:
+            self.policy.summed = self.step + 1
         if self.selected and not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may be used again
             _after_pass(lambda: optimizer_steps.note_gradient(self, self.weights.writes))
         self.compiled.pass_done()
@@ -251,8 +261,11 @@ class Engine(TrainingStep):
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
         if not winners.ids.numel():
             self._select.warn_of_none(self.policy)
-        self._selected_from, self._had_dropped = self.entries.count, False
         with uninterrupted():
+            if self.selected and self.entries.count > (first := self._selected_from):  # by earlier passes
+                grad[first:] = self.values.grad[first:] = 0  # the winners' gradients are the sums
+                self.entries.truncate(first)
+            self._selected_from, self._had_dropped = self.entries.count, False
             super().unmask(winners, counts, grad)
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
@@ -261,8 +274,11 @@ class Engine(TrainingStep):
         return agree(self.entries, self.ranks, winners, finite)
 
     def finish(self, current: Pass) -> Tensor:
-        if self._begun.pop(torch._C._current_graph_task_id())[1] != self.entries.count:
+        _, count, passes = self._begun.pop(torch._C._current_graph_task_id())
+        if count != self.entries.count:
             raise SparsifyError(OVERLAPPING)
+        if self.selected and (self._passes or passes != self.passes):
+            current.selector = None  # another thread's pass is not in its sums
         if num_ranks() > 1 and current.selector is not None:  # all have to have come to the end of their passes
             self.ranks.headers([END], (), [tensor.name for tensor in self.tensors])
         grad = super().finish(current)

@@ -24,7 +24,7 @@ from sparsify.training.entries import SparseValues
 from sparsify.training.export import record_of
 from sparsify.training.optimizer_steps import holds
 
-EXTENDED = "extended_at"  # in the tensor with the settings: no setting, but part of the state
+EXTENDED, SUMMED = "extended_at", "summed"  # in the tensor with the settings: no settings, but part of the state
 _SIZE = 512  # bytes for the settings: the steps may become known in one copy of a model and not in another
 
 
@@ -50,7 +50,8 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 def record_settings(engine: Engine) -> Tensor:
     """Sets and returns the root's buffer (n,) uint8, as long in all copies: settings and a delta's record, as JSON."""
     record = record_of(engine)
-    text = json.dumps({**settings_of(engine), EXTENDED: engine.extended_at, RECORD: record}, default=str)
+    state = {EXTENDED: engine.extended_at, SUMMED: engine.policy.summed}
+    text = json.dumps({**settings_of(engine), **state, RECORD: record}, default=str)
     size = 1 << (_SIZE + len(json.dumps(record, default=str))).bit_length()
     packed = torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8).to(engine.values.device)
     engine.root._buffers[SETTINGS] = packed
@@ -132,7 +133,8 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
         saved = json.loads(packed.to("cpu", torch.uint8).numpy().tobytes())
     except (ValueError, RecursionError):
         saved = None
-    numbers = [saved.get(name) for name in ("budget", "steps", EXTENDED)] if isinstance(saved, dict) else [False]
+    names = "budget", "steps", EXTENDED, SUMMED
+    numbers = [saved.get(name) for name in names] if isinstance(saved, dict) else [False]
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
         raise SparsifyError(f"`{SETTINGS}` of the state dict is damaged; nothing was loaded. Load what was saved.")
     return dict(saved)

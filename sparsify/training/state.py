@@ -38,7 +38,7 @@ from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
-from sparsify.training.settings import EXTENDED, check_settings, record_settings
+from sparsify.training.settings import EXTENDED, SUMMED, check_settings, record_settings
 from sparsify.training.weights import check_trained
 
 OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
@@ -191,7 +191,7 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
     if engine.steps is None:
         engine.steps = saved.get("steps")
-    engine.extended_at = saved.get(EXTENDED, 0)
+    engine.extended_at, engine.policy.summed = saved.get(EXTENDED, 0), saved.get(SUMMED, int(stored[POSITION][0]))
 
 
 def _after_load(root: nn.Module, incompatible_keys: Any) -> None:

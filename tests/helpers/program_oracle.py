@@ -32,8 +32,9 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a
 class Dense:
     """The paper's algorithm with every gradient kept, over all candidates as one flat vector (N,).
 
-    The step in progress trains ``mask``, which its first pass selects, by ``gradient``, the sum of its passes so far;
-    ``touched`` are the entries that were ever trained.
+    The step in progress trains ``mask``, by ``gradient``, the sum of its passes so far; ``touched`` are the entries
+    that were ever trained. Each pass selects the mask anew, by the ``total`` gradient of all entries in the step's
+    passes, in the first step and after a step of several passes. In any other, the first that finds entries selects.
     """
 
     def __init__(self, program):
@@ -47,8 +48,10 @@ class Dense:
         self.budget = max(1, int(program.share * int(self.candidates.sum())))
         self.mask = torch.zeros_like(self.candidates)
         self.step_number, self.gradient, self.finite, self.selected, self.may_drop = 0, None, True, False, False
+        self.passes = self.several_until = 0  # of this step; the number of the step after the last one of several
         self.score = IMPORTANCES[program.importance][1]
         self.uses_gradient = IMPORTANCES[program.importance][0].uses_gradient
+        self.by_all = program.selection == "increment" and program.select == "all" and self.uses_gradient
         if program.selection in ("static", "given"):
             drawn = torch.rand(self.base.numel(), generator=torch.Generator().manual_seed(program.seed))
             scores = drawn if program.selection == "given" else self.score(self.wide_weights(), None)
@@ -89,9 +92,13 @@ class Dense:
         grads = torch.autograd.grad(loss, self.parameters, retain_graph=retain, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.parameters, strict=True)]
         gradient = torch.cat([grad.reshape(-1) for grad in grads]).to(self.delta.dtype)
-        seen, quota = self.mask.clone(), 0 if self.selected else self.quota()
+        again, kept = self.selected and self.selects_again and self.finite, (self.mask, self.touched)
+        self.total = gradient + self.total if again else gradient
+        if again:
+            self.mask, self.touched = self.before
+        seen, quota = self.mask.clone(), self.quota() if again or not self.selected else 0
         if quota:
-            scores, candidates = self.score(self.wide_weights(), gradient), self.candidates.clone()
+            scores, candidates = self.score(self.wide_weights(), self.total), self.candidates.clone()
             if self.program.selection == "increment":
                 candidates &= ~self.mask
             if self.uses_gradient:
@@ -99,11 +106,18 @@ class Dense:
                 seen[:] = True
             winners = self._best(scores, candidates, quota)
             seen[winners] = True
-            if gradient[seen].isfinite().all():
+            if self.total[seen].isfinite().all():
                 self._choose(winners, scores, quota, chosen)
+                self.selects_again = again or self.several_until >= self.step_number or not winners.numel()
+                self.selects_again &= self.by_all
+            elif again:
+                self.mask, self.touched = kept
+        self.passes += 1
+        self.several_until = self.several_until if self.passes == 1 else self.step_number + 1
         self.may_drop |= self.selected and not retain
         self.finite &= bool(gradient[seen].isfinite().all())
-        self.gradient = gradient.where(self.mask, 0) + (0 if self.gradient is None else self.gradient)
+        before = 0 if self.gradient is None else self.gradient
+        self.gradient = (self.total if again else gradient + before).where(self.mask, 0)
 
     def _choose(self, winners, scores, quota, chosen):
         """Takes the winners, or the library's where the two differ by rounding alone."""
@@ -141,12 +155,12 @@ class Dense:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([self.delta], clip)
             self.optimizer.step()
-            self.step_number, self.selected, self.may_drop = self.step_number + 1, False, False
+            self.step_number, self.selected, self.may_drop, self.passes = self.step_number + 1, False, False, 0
 
     def zero_grad(self, set_to_none):
         self.finite = True
         if self.may_drop:  # without a step: the choice of the passes since the last one goes with their gradient
-            (self.mask, self.touched), self.selected, self.may_drop = self.before, False, False
+            (self.mask, self.touched), self.selected, self.may_drop, self.passes = self.before, False, False, 0
         if self.gradient is not None:
             self.gradient = None if set_to_none else torch.zeros_like(self.gradient)
 

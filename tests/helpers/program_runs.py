@@ -17,7 +17,7 @@ from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
 from sparsify import Schedule, SparseDelta, base_weights, desparsify, get_engine, sparsify, trained_state
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
-SELECTIONS = {"increment": Increment(), "repeat": Repeat(), "static": Static()}
+SELECTIONS = {"repeat": Repeat(), "static": Static()}
 # entries from which on a tensor is not small, a product is screened, a pool is cut, a scan begins another block; and
 # what it costs to look at parts of a product
 TINY = {
@@ -49,7 +49,8 @@ class Run:
             budget, strategy = None, dense.split(dense.mask)
         else:
             importance, _ = IMPORTANCES[program.importance]
-            budget, strategy = dense.budget, Strategy(importance, SELECTIONS[program.selection])
+            selection = SELECTIONS.get(program.selection) or Increment(program.select)
+            budget, strategy = dense.budget, Strategy(importance, selection)
         return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
 
     def sparsify(self):
@@ -174,7 +175,7 @@ class Run:
 
     def go_on_with(self, model):
         state = self.optimizer.state_dict()
-        self.sparse, self.dense.gradient, self.dense.may_drop = model, None, False
+        self.sparse, self.dense.gradient, self.dense.may_drop, self.dense.passes = model, None, False, 0
         self.optimizer = OPTIMIZERS[self.program.optimizer]([model.sparse_values])
         self.optimizer.load_state_dict(state)
         self.compare_weights()

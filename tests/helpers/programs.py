@@ -220,6 +220,7 @@ def program(seed):
         clip=rng.choice([None, None, 0.1]), set_to_none=rng.random() < 0.8,
         tiny=rng.random() < 0.4,  # small tensors go the ways of large ones
         script=tuple(_script(rng, steps + rng.randint(-1, 1), len(parts))),
+        select=rng.choice(["all", "all", "all", "first"]),  # of increment-S
     )  # fmt: skip
 
 
