@@ -117,9 +117,8 @@ class SelectorFactory:
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
         parts = topk, policy.importance, self.work, policy.masked_only
-        selector = StreamingSelector(*parts)
-        if num_ranks() > 1:
-            selector = RanksSelector(*parts, self._ranks, policy.tensors)
+        alone = num_ranks() == 1
+        selector = StreamingSelector(*parts) if alone else RanksSelector(*parts, self._ranks, policy.tensors)
         known = policy.known if isinstance(policy, AccumulatingPolicy) else None
         if known is not None and known.ids.numel():
             return AccumulatingSelector(topk, policy, selector, known, self._ranks)
@@ -187,8 +186,8 @@ class AccumulatingSelector(Selector):
         like = policy.entries.values.detach()
         self._ids, order = known.ids.to(like.device).sort()
         self._sums, self._weights = known.grads.to(like)[order], known.weights.to(like)[order]
-        counts = count_by_tensor(self._ids, policy.entries.ends).tolist()
         self._new = torch.zeros_like(self._sums)  # the gradients of this pass, on this rank
+        counts = count_by_tensor(self._ids, policy.entries.ends).tolist()
         self._own = dict(zip(policy.tensors, self._new.split(counts), strict=True))
         parts = zip(policy.tensors, self._ids.split(counts), strict=True)
         selector.known = {tensor: (ids - tensor.offset).to(tensor.parameter.device) for tensor, ids in parts}
@@ -198,11 +197,12 @@ class AccumulatingSelector(Selector):
         self._own[tensor] += own.to(self._new)
         return unmasked
 
-    def offer_small(self, small: SmallGradients) -> None:
-        indices = [self._selector.known[tensor] for tensor in small.tensors]
-        parts = small.take(indices).to(self._new).split([own.numel() for own in indices])
-        for tensor, own in zip(small.tensors, parts, strict=True):
-            self._own[tensor] += own
+    def offer_small(self, small: Sequence[SmallGradients]) -> None:
+        for some in small:
+            indices = [self._selector.known[tensor] for tensor in some.tensors]
+            parts = some.take(indices).to(self._new).split([own.numel() for own in indices])
+            for tensor, own in zip(some.tensors, parts, strict=True):
+                self._own[tensor] += own
         self._selector.offer_small(small)
 
     def skip(self, tensor: MaskedTensor) -> None:
@@ -234,11 +234,10 @@ class AccumulatingPolicy(IncrementPolicy):
     def selector_again(self, first: int) -> Selector | None:
         """Makes the selector of a later pass; the entries from slot ``first`` on are what the earlier ones selected."""
         values, grad, new = self.entries.values.detach(), self.entries.values.grad, slice(first, self.entries.count)
-        sums = self.known.grads[: self.entries.count - first]
+        sums = self.known.grads[: self.entries.count - first].to(values)
         # not where a closure, or SAM, has moved them, nor where the gradient is not what the passes have left
-        if sums.numel() and (not self._keeps or grad is None or bool(values[new].any())):
-            return None
-        if sums.numel() and not torch.allclose(grad[new], sums.to(grad), rtol=1e-4, atol=0):  # ranks round their mean
+        adds = self._keeps and grad is not None and not bool(values[new].any())
+        if sums.numel() and not (adds and torch.allclose(grad[new], sums, rtol=1e-4, atol=0)):  # ranks round a mean
             return None
         self._keeps = True
         return self._make()

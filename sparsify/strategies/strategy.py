@@ -97,10 +97,9 @@ class Increment(Selection):
 
     Args:
         select: the backward passes of a step that choose its entries: ``"all"``, by the sum of their gradients, or
-            ``"first"``. A sum has all passes for entries that were among the best from the first pass on: the best
-            65,536, or eight times as many as the step unmasks. Such sums are kept in the first step, and after a step
-            of several passes; where a run changes from one pass to several, the first of these steps is chosen by its
-            first pass.
+            ``"first"``. The sum is exact for entries that were among the best from the first pass on: the best 65,536,
+            or eight times as many as the step unmasks. Where a run changes from one pass in each step to several, the
+            first of these steps is chosen by its first pass.
         allocation: ``"global"``, or budgets for modules of their own, as for :class:`Static`, by an importance of
             gradients, the first pass, and on one rank. Each follows the schedule by itself.
     """

@@ -217,18 +217,11 @@ class Engine(TrainingStep):
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         with self._section(COLLECT, self.values.device):
             current = super().start_pass(graph, around)
-            if self.selected and isinstance(self.policy, AccumulatingPolicy) and self._adds_to_gradient():
+            adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())
+            if adds and isinstance(self.policy, AccumulatingPolicy):
                 current.selector = self.policy.selector_again(self._selected_from)
         self._begun[graph] = thread, self.entries.count, self.passes
         return current
-
-    def _adds_to_gradient(self) -> bool:
-        """Whether a backward pass that begins adds to the flat delta's gradient, as no other one that runs."""
-        node: Any = super().root_anchor().grad_fn
-        try:
-            return not self._passes and torch._C._will_engine_execute_node(node.next_functions[0][0])
-        except RuntimeError:  # it is autograd.grad(), which adds to none
-            return False
 
     def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
         with self._section(COLLECT, gradient.device):

@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ def note_gradient(step: TrainingStep, writes: int) -> None:
     grad = step.entries.values.grad
     if grad is not None:
         _GRADIENTS[step] = weakref.ref(grad), grad._version, writes
+
+
+def adds_to_gradient(root: Tensor) -> bool:
+    """Whether the running backward pass adds to the gradient of the flat delta under a root anchor."""
+    node: Any = root.grad_fn
+    with suppress(RuntimeError):  # which torch.autograd.grad() raises there, and it adds to none
+        return torch._C._will_engine_execute_node(node.next_functions[0][0])
+    return False
 
 
 def was_dropped(step: TrainingStep, writes: int) -> bool:

@@ -133,8 +133,7 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
         saved = json.loads(packed.to("cpu", torch.uint8).numpy().tobytes())
     except (ValueError, RecursionError):
         saved = None
-    names = "budget", "steps", EXTENDED, SUMMED
-    numbers = [saved.get(name) for name in names] if isinstance(saved, dict) else [False]
+    numbers = [saved.get(key) for key in ("budget", "steps", EXTENDED, SUMMED)] if isinstance(saved, dict) else [False]
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
         raise SparsifyError(f"`{SETTINGS}` of the state dict is damaged; nothing was loaded. Load what was saved.")
     return dict(saved)

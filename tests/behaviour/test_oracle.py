@@ -51,6 +51,14 @@ def test_id3_in_float64_is_the_oracle_to_the_last_entry(name, optimizer):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_several_passes_of_a_step_choose_by_the_sum_of_their_gradients(name, on_device, monkeypatch):
+    monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
+    twins = compare(name, "adamw", micro=2)
+    assert get_engine(twins.sparse).step == STEPS // 2
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("every", [1, 3])
 def test_modules_with_budgets_of_their_own_are_trained_as_the_oracle_trains_each(every, on_device, monkeypatch):
     monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)

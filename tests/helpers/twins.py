@@ -29,14 +29,15 @@ def assert_close(found, expected, tolerance=1e-9, **options):
 class Twins:
     """Trains both on the same batches, and compares losses, unmasked sets and weights after every step.
 
-    ``run`` is called in place of ``sparse``, as its compiled form; ``sets`` gives the unmasked sets of ``sparse``.
+    ``run`` is called in place of ``sparse``, as its compiled form; ``sets`` gives the unmasked sets of ``sparse``. A
+    step has a backward pass for each of ``micro`` batches; that of the oracle is of the sum of their losses.
     """
 
     def __init__(
         self, dense, sparse, budget, steps, make_optimizer=sgd, *, run=None, loss_of=loss_of_output, tolerance=1e-9,
-        sets=unmasked_sets, **options,
+        sets=unmasked_sets, micro=1, **options,
     ):  # fmt: skip
-        self.dense, self.sparse, self.run = dense, sparse, run
+        self.dense, self.sparse, self.run, self.micro = dense, sparse, run, micro
         self.make_optimizer, self.loss_of, self.tolerance, self.sets = make_optimizer, loss_of, tolerance, sets
         self.oracle = DenseOracle(dense, make_optimizer(trainable(dense)), budget, steps, **options)
         self.new_optimizer()
@@ -45,15 +46,16 @@ class Twins:
         self.optimizer = self.make_optimizer(trainable(self.sparse))
 
     def train(self, batches):
-        for batch in batches:
+        for start in range(0, len(batches), self.micro):
             losses = []
             for model in (self.dense, self.sparse if self.run is None else self.run):
                 torch.manual_seed(self.oracle.step_number)  # for models that draw numbers in their forward
-                losses.append(self.loss_of(model, batch))
+                losses.append([self.loss_of(model, batch) for batch in batches[start : start + self.micro]])
             self.assert_close(losses[1], losses[0])
-            self.oracle.step(losses[0])
+            self.oracle.step(sum(losses[0]))
             self.optimizer.zero_grad()
-            losses[1].backward()
+            for loss in losses[1]:
+                loss.backward()
             self.optimizer.step()
             found, expected = self.sets(self.sparse), self.oracle.unmasked_sets()
             assert found == {name: expected[name] for name in found}
