@@ -59,8 +59,8 @@ def sparsify(
 
     Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to
     any optimizer of ``torch.optim``. The entries that it stands for are selected while the model trains. An optimizer
-    step may have several backward passes (accumulation, closures, SAM): its entries are selected by the gradients of
-    the first one and trained by those of all.
+    step may have several backward passes: its entries are selected by the sum of their gradients, or by the first one
+    where values move in between (closures, SAM), and trained by all.
 
     Args:
         model: any PyTorch model; its parameters that require grad are the candidates.

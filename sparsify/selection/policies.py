@@ -117,12 +117,9 @@ class SelectorFactory:
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
         parts = topk, policy.importance, self.work, policy.masked_only
-        alone = num_ranks() == 1
-        selector = StreamingSelector(*parts) if alone else RanksSelector(*parts, self._ranks, policy.tensors)
-        known = policy.known if isinstance(policy, AccumulatingPolicy) else None
-        if known is not None and known.ids.numel():
-            return AccumulatingSelector(topk, policy, selector, known, self._ranks)
-        return selector
+        selector = StreamingSelector(*parts) if num_ranks() == 1 else RanksSelector(*parts, self._ranks, policy.tensors)
+        keeps = isinstance(policy, AccumulatingPolicy) and policy.keeps
+        return AccumulatingSelector(topk, policy, selector, self._ranks) if keeps else selector
 
     def _rank(self, policy: Policy, number: int) -> Tensor:
         """Global ids (number,) of the entries that come next by the weights alone."""
@@ -178,12 +175,13 @@ class RepeatPolicy(Policy):
 
 
 class AccumulatingSelector(Selector):
-    """Selects by the gradients of a pass, which another selector takes, plus those of earlier ones where ``known``."""
+    """Selects by the gradients of a pass, which another selector takes, plus those of earlier ones where known."""
 
-    def __init__(self, topk: Any, policy: Policy, selector: StreamingSelector, known: Any, ranks: Ranks) -> None:
+    def __init__(self, topk: Any, policy: Any, selector: StreamingSelector, ranks: Ranks) -> None:
         super().__init__(topk, policy.importance)
-        self._selector, self._ranks, self.batches_small = selector, ranks, selector.batches_small
-        like = policy.entries.values.detach()
+        self._policy, self._selector, self._ranks = policy, selector, ranks
+        self.batches_small = selector.batches_small
+        like, known = policy.entries.values.detach(), policy.known
         self._ids, order = known.ids.to(like.device).sort()
         self._sums, self._weights = known.grads.to(like)[order], known.weights.to(like)[order]
         self._new = torch.zeros_like(self._sums)  # the gradients of this pass, on this rank
@@ -214,7 +212,8 @@ class AccumulatingSelector(Selector):
         own = slice(dist.get_rank() if ranks > 1 else 0, None, ranks)  # each rank offers some
         if self._ids[own].numel():
             self._topk.offer(self._importance, self._weights[own][None], sums[own][None], None, 0, self._ids[own])
-        return self._selector.winners()
+        self._policy.known = self._selector.winners()
+        return self._policy.known.first(self._policy.number)
 
 
 class AccumulatingPolicy(IncrementPolicy):
@@ -224,31 +223,31 @@ class AccumulatingPolicy(IncrementPolicy):
     gradients: in the first step, and in one after a step of several passes. In any other the first pass selects.
     """
 
-    known: Any = None  # the step's Winners so far, best first, of which the first are unmasked
-    _number, _keeps = 0, True  # entries that the step unmasks, and whether it keeps more
+    known: Any = None  # the candidates of the step's passes, best first
+    number, keeps = 0, True  # entries that the step unmasks, and whether it keeps more
 
     def selector(self) -> Selector | None:
-        self.known, self._number, self._keeps = None, self.quota(), self.summed >= self.entries.step
-        return self._make() if self._number else None
+        none = self.entries.values.detach()[:0]
+        self.known, self.number = Winners(none.long(), none, none), self.quota()
+        self.keeps = self.summed >= self.entries.step
+        return self._make() if self.number else None
 
     def selector_again(self, first: int) -> Selector | None:
         """Makes the selector of a later pass; the entries from slot ``first`` on are what the earlier ones selected."""
-        values, grad, new = self.entries.values.detach(), self.entries.values.grad, slice(first, self.entries.count)
-        sums = self.known.grads[: self.entries.count - first].to(values)
-        # not where a closure, or SAM, has moved them, nor where the gradient is not what the passes have left
-        adds = self._keeps and grad is not None and not bool(values[new].any())
-        if sums.numel() and not (adds and torch.allclose(grad[new], sums, rtol=1e-4, atol=0)):  # ranks round a mean
-            return None
-        self._keeps = True
+        values, grad = self.entries.values.detach()[first : self.entries.count], self.entries.values.grad
+        if values.numel():
+            if not self.keeps or grad is None or values.numel() > self.known.ids.numel():  # the last after an overflow
+                return None
+            sums = self.known.grads[: values.numel()].to(values)
+            close = (grad[first : self.entries.count] - sums).abs() <= 1e-4 * sums.abs()  # ranks round a mean
+            if not bool((close & (values == 0)).all()):  # a closure, or SAM, has moved them, or the gradient is another
+                return None
+        self.known, self.keeps = self.known.first(int((self.known.ids >= 0).sum())), True
         return self._make()
 
     def _make(self) -> Selector:
-        number = max(_KEPT * self._number, _LEAST_KEPT) if self._keeps else self._number
-        return self.select(self, number)  # type: ignore[misc]
-
-    def unmask(self, winners: Winners) -> Winners:
-        self.known = winners
-        return winners.first(self._number)
+        assert self.select is not None
+        return self.select(self, max(_KEPT * self.number, _LEAST_KEPT) if self.keeps else self.number)
 
 
 class AllocatedPolicy(IncrementPolicy):

@@ -286,7 +286,8 @@ class Engine(TrainingStep):
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
             _after_pass(lambda: read_base(self.tensors, self.entries, self.ranks, first))
         else:
-            base = read_weights(self.tensors, ids, counts, self.entries.base) if base is None else base
+            if base is None or base.dtype.itemsize < self.entries.base.dtype.itemsize:
+                base = read_weights(self.tensors, ids, counts, self.entries.base)
             self.entries.append(ids, base, counts)
 
     # -------------------------------------------------------------------------------- from step to step
