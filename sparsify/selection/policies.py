@@ -179,8 +179,7 @@ class AccumulatingSelector(Selector):
 
     def __init__(self, topk: Any, policy: Any, selector: StreamingSelector, ranks: Ranks) -> None:
         super().__init__(topk, policy.importance)
-        self._policy, self._selector, self._ranks = policy, selector, ranks
-        self.batches_small = selector.batches_small
+        self._policy, self._selector, self._ranks, self.batches_small = policy, selector, ranks, selector.batches_small
         like, known = policy.entries.values.detach(), policy.known
         self._ids, order = known.ids.to(like.device).sort()
         self._sums, self._weights = known.grads.to(like)[order], known.weights.to(like)[order]

@@ -256,7 +256,7 @@ class Engine(TrainingStep):
             self._select.warn_of_none(self.policy)
         with uninterrupted():
             if self.selected and self.entries.count > (first := self._selected_from):  # by earlier passes
-                grad[first:] = self.values.grad[first:] = 0  # the winners' gradients are the sums
+                grad[first:] = self.values.grad[first:] = 0  # type: ignore[index]  # the winners' gradients are the sums
                 self.entries.truncate(first)
             self._selected_from, self._had_dropped = self.entries.count, False
             super().unmask(winners, counts, grad)

@@ -69,7 +69,7 @@ def test_budgets_of_modules_are_checked_when_they_are_written_down():
         (lambda: Static({"a": 0}), "the budget of 'a' is 0; expected an int, or a share"),
         (lambda: Increment(allocation="uniform"), "Increment got allocation='uniform'; expected one of global"),
         (lambda: Prune({"a": 1}), "Prune got allocation={'a': 1}; expected one of global, uniform"),
-        (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"expected .* of gradients .*, or Static\(\)"),
+        (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"importance of gradients, or Static\(\)"),
     ]:
         with pytest.raises(SparsifyError, match=text):
             make()
