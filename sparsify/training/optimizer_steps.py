@@ -26,11 +26,16 @@ from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 from sparsify.training.weights import check_trained
 
+# the gradient at the end of a step's last backward pass, its version, whether it was not zero (), and how often the
+# weights had been written then
+_Gradients = weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], int, Tensor, int]]
+
 
 class _Step:
-    def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, gradients: _Gradients, *, has_closure: bool) -> None:
         self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
         self.counted: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # those that have counted it, or one within it
+        self.gradients = gradients  # that were noted before it
 
 
 class _Steps(threading.local):
@@ -44,8 +49,7 @@ _HOOKS: list[Any] = []
 _STEPS = _Steps()
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-# the gradient at the end of a step's last backward pass, its version, and how often the weights had been written then
-_GRADIENTS: weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], int, int]] = weakref.WeakKeyDictionary()
+_GRADIENTS: _Gradients = weakref.WeakKeyDictionary()
 
 STEPPED = "was to step after a backward pass of a sparsified model"
 DROPPED = (
@@ -81,7 +85,7 @@ def note_gradient(step: TrainingStep, writes: int) -> None:
     """Remembers the flat delta's gradient; that of ``torch.autograd.grad`` is the user's, and none is there."""
     grad = step.entries.values.grad
     if grad is not None:
-        _GRADIENTS[step] = weakref.ref(grad), grad._version, writes
+        _GRADIENTS[step] = weakref.ref(grad), grad._version, grad.any(), writes
 
 
 def adds_to_gradient(root: Tensor) -> bool:
@@ -94,12 +98,14 @@ def adds_to_gradient(root: Tensor) -> bool:
 
 def was_dropped(step: TrainingStep, writes: int) -> bool:
     """Whether the gradient that was noted is gone or zero, and no step has begun, nor were the weights written."""
-    known, version, written = _GRADIENTS.get(step, (None, 0, None))
-    if known is None or written != writes:
+    if step not in _GRADIENTS:
         return False
+    known, version, was_not_zero, written = _GRADIENTS[step]
     grad: Any = step.entries.values.grad
-    is_noted = known() is grad
-    return grad is None or not ((is_noted and grad._version == version) or bool(grad.any()))
+    if written != writes or grad is None:
+        return written == writes
+    is_noted = known() is grad and grad._version == version
+    return not is_noted and bool(was_not_zero) and not bool(grad.any())
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
@@ -162,6 +168,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not steps or torch.compiler.is_dynamo_compiling():
         return
     held, trains = set(map(id, parameters := parameters_of(optimizer))), False
+    gradients: _Gradients = weakref.WeakKeyDictionary()
     for step in steps:
         values = step.entries.values
         if id(values) in held:
@@ -170,7 +177,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 raise SparsifyError(FROZEN)
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
-            _GRADIENTS.pop(step, None)
+            if (noted := _GRADIENTS.pop(step, None)) is not None:
+                gradients[step] = noted
         elif step.passes:
             replaced = (known() for known in _KNOWN.get(step, [])[:-1])
             frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
@@ -179,12 +187,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if trains:
         _OPTIMIZERS.add(optimizer)
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
-        _STEPS.begun.append(_Step(optimizer, has_closure=has_closure))
+        _STEPS.begun.append(_Step(optimizer, gradients, has_closure=has_closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     while _STEPS.begun and not torch.compiler.is_dynamo_compiling():
-        if _STEPS.begun.pop().optimizer() is optimizer:
+        ended = _STEPS.begun.pop()
+        for step, noted in ended.gradients.items():
+            if step not in ended.counted:  # GradScaler had a fused optimizer leave the parameters alone
+                _GRADIENTS.setdefault(step, noted)
+        if ended.optimizer() is optimizer:
             return
 
 

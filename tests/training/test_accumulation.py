@@ -1,6 +1,7 @@
 """Several backward passes in one optimizer step: all, or the first one, choose the step's entries, all train these."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -233,6 +234,33 @@ def test_a_batch_that_is_dropped_after_backward_might_not_have_been(how, strateg
     with pytest.warns(UserWarning, match=r"gradient was dropped before an optimizer step \(zero_grad\(\)\)"):
         state = three_steps(model, how)
     assert all(torch.equal(value, state[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_leaves_out_drops_its_gradient_whatever_the_optimizer(fused):
+    straight, model = pair(steps=2)
+    for trained, overflows in ((straight, False), (model, True)):
+        optimizer = torch.optim.AdamW([trained.sparse_values], lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        if overflows:
+            for factor in (1.0, torch.inf):  # the first one selects
+                scaler.scale(trained(torch.full((4, 6), 3.0)).square().sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        with pytest.warns(UserWarning, match="gradient was dropped") if overflows else nullcontext():
+            scaler.scale(trained(torch.eye(4, 6)).square().sum()).backward()
+        scaler.step(optimizer)
+    assert unmasked_sets(model) == unmasked_sets(straight)
+    assert get_engine(model).step == get_engine(straight).step == 1
+
+
+def test_gradients_that_are_zero_were_not_dropped(recwarn):
+    model = pair(strategy=Strategy(Magnitude(), Increment()))[0]
+    for retained in (False, True, False):
+        (model(torch.ones(2, 6)).sum() * 0).backward(retain_graph=retained)
+    assert get_engine(model).unmasked == BUDGET // STEPS
+    assert not recwarn.list
 
 
 def test_gradients_that_are_combined_by_hand_are_of_one_set_of_entries(recwarn):
