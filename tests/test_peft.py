@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 from models import build, run_steps
+from quantized_models import quantize
 from torch import nn
 from trainers import tokenizer
 from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
 
 from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
-from sparsify.api import get_engine
+from sparsify.api import get_engine, trained_state
 from sparsify.delta.algebra import merge_deltas
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
@@ -176,26 +177,66 @@ def test_saved_it_is_two_files_and_every_way_of_loading_gives_the_trained_model(
     assert same(plain, base())
     plain.enable_adapters()
     assert same(plain, model)
-    for kind in (True, False):
-        model.peft_config["default"].save_training_state = kind
-        model.save_pretrained(tmp_path / str(kind))
-    assert same(model, PeftModel.from_pretrained(base(), tmp_path / "False"))
-    with pytest.raises(SparsifyError, match="saved without its training state, and cannot be trained further"):
-        PeftModel.from_pretrained(base(), tmp_path / "False", is_trainable=True)
-    sizes = [(tmp_path / kind / "adapter_model.safetensors").stat().st_size for kind in ("True", "False")]
-    assert sizes[1] < sizes[0] / 2
+    SparseDelta.from_model(model).save(tmp_path / "delta")
+    files = tmp_path / "adapter_model.safetensors", tmp_path / "delta" / "sparse_delta.safetensors"
+    assert files[0].stat().st_size < files[1].stat().st_size + 250  # for a header around it
 
 
-def test_training_goes_on_bit_for_bit_from_what_was_saved(base, tmp_path):
-    whole, half = adapted(base), get_peft_model(base(), config())
-    optimizer = train(half, slice(3))
+@pytest.mark.parametrize("strategy", ["id3", "random", "d3-repeat", "pafi"])
+def test_training_goes_on_from_a_delta_with_the_entries_in_another_order(strategy, base, tmp_path):
+    half = get_peft_model(base(), config(strategy=strategy, steps=STEPS if strategy == "d3-repeat" else None))
+    get_engine(half).steps = STEPS
+    optimizer = run_steps(half.train(), BATCHES[:3], torch.optim.SGD(half.parameters(), lr=0.3))[1]
     half.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
     assert same(again, half)
+    own, other = get_engine(half), get_engine(again)
+    assert [other.step, other.steps, other.unmasked] == [3, STEPS, own.unmasked]
+    assert torch.equal(own.entries.ids.sort().values, other.entries.ids.sort().values)
+    assert torch.allclose(own.values.detach().sort().values, other.values.detach().sort().values, atol=1e-7)
+    run_steps(half.train(), BATCHES[3:STEPS], optimizer)
+    run_steps(again.train(), BATCHES[3:STEPS], torch.optim.SGD(again.parameters(), lr=0.3))
+    assert torch.allclose(logits(half), logits(again), atol=1e-5)
+    with again.disable_adapter():
+        assert same(again, base())
+
+
+def test_differences_from_a_quantized_base_go_on_exactly(base, tmp_path):
+    half = get_peft_model(quantize(base(), "int8"), config())
+    train(half, slice(3))
+    half.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(quantize(base(), "int8"), tmp_path, is_trainable=True)
+    own, other = (get_engine(model).values.detach().sort().values for model in (half, again))
+    assert torch.equal(own, other)
+    assert torch.allclose(logits(half), logits(again), atol=1e-6)
+
+
+def test_an_optimizers_state_is_not_taken_for_that_of_entries_in_another_order(base, tmp_path):
+    half = get_peft_model(base(), config())
+    optimizer = train(half, slice(3))
+    half.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
     second = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
     second.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        with pytest.raises(SparsifyError, match="does not keep their order, and the optimizer's state is of another"):
+            train(again, slice(3, 4), second)
+    again.load_state_dict(trained_state(half), strict=False)
     train(again, slice(3, STEPS), second)
-    assert same(again, whole)
+    assert same(again, adapted(base))
+
+
+def test_what_cannot_be_trained_further_is_refused(base, tmp_path):
+    adapted(base).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    for changes, text in [
+        ({"target_modules": ["q_proj"]}, "holds .*v_proj.* as entries, and cannot be trained further by that here"),
+        ({"budget": BUDGET - 1}, "more than 49 unmasked entries; sparsify with the budget of the saved model"),
+    ]:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **changes}))
+        with pytest.raises(SparsifyError, match=text):
+            PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+        assert same(PeftModel.from_pretrained(base(), tmp_path), adapted(base))
 
 
 def test_another_base_and_a_process_without_sparsify_are_errors(base, tmp_path):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,24 +27,19 @@ PEFT_TYPE = "SPARSIFY"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's files
 LAYER, DELTAS = "delta_adapters", "sparse_values"  # a module of the model, and its modules by name of the adapter
-_STATE = "training_state."
 KEY = f"{PREFIX}{LAYER}.{DELTAS}._extra_state"
 
 
-def to_blob(delta: DeltaParts, state: Mapping[str, Tensor] | None = None) -> Tensor:
-    """The bytes of a delta's file as a tensor (n,) uint8, with a trained state to go on from."""
-    more = {_STATE + name: tensor for name, tensor in (state or {}).items()}
-    return torch.frombuffer(delta_format.to_bytes(*delta, more)[0], dtype=torch.uint8).clone()
+def to_blob(*delta: Any) -> Tensor:
+    """The bytes of a delta's file, from its parts, as a tensor (n,) uint8."""
+    return torch.frombuffer(delta_format.to_bytes(*delta)[0], dtype=torch.uint8).clone()
 
 
-def from_blob(blob: Tensor) -> tuple[DeltaParts, dict[str, Tensor]]:
+def from_blob(blob: Tensor) -> DeltaParts:
     """Reverses :func:`to_blob`; raises ``DeltaFormatError`` for anything else."""
     file = io.BytesIO(blob.numpy().tobytes())
     with delta_format.refused("the adapter holds no delta that can be used", "download or save it again"):
-        header, document = delta_format.read_header(file)
-        optional = {key for key in header if key.startswith(_STATE)}
-        delta, state = delta_format.read_contents(file, header, document, optional)
-    return delta, {name.removeprefix(_STATE): tensor for name, tensor in state.items()}
+        return delta_format.read_contents(file, *delta_format.read_header(file))[0]
 
 
 def read_adapter(path: StrPath) -> DeltaParts | None:
@@ -53,7 +48,7 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
     if not file.is_file() or (file.parent / FILE_NAME).exists() or KEY not in read_header(file):
         return None
     stored = safetensors.torch.load_file(file)
-    (tensors, whole, config), _ = from_blob(stored.pop(KEY))
+    tensors, whole, config = from_blob(stored.pop(KEY))
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
 
 
@@ -68,6 +63,6 @@ def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> N
         "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
     }
     if settings["base_model_name_or_path"] is not None:
-        weights = safetensors.torch.save({KEY: to_blob(delta)}, {"format": "pt"})
+        weights = safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"})
         delta_format.replace_file(folder / WEIGHTS_NAME, weights)
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())

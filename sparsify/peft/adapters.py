@@ -2,7 +2,7 @@
 
     in training    at most one: the model's engine and flat delta. While another one is shown, or none, the engine is
                    paused over the base's values, and the optimizer goes on to hold the flat delta
-    other ones     kept as they are saved; those that only run are checked against the base in a DeltaSwitch
+    other ones     kept as deltas; those that only run are checked against the base in a DeltaSwitch
 
 The weights hold the active adapter's values at all times, so that merging, and a forward pass, cost nothing. PEFT and
 transformers find the adapters in one ``BaseTunerLayer`` without parameters, a child of the base model. What an adapter
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparsify.api import desparsify, sparsify
 from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
-from sparsify.delta.adapter_files import DELTAS, from_blob, to_blob
+from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum, merge_deltas
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
@@ -32,18 +32,18 @@ from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import PEFT_SAVED
 from sparsify.training.engine import Engine
 from sparsify.training.install import uninstall
-from sparsify.training.state import trained_state_of
+from sparsify.training.state import state_from, trained_state_of
 
 _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
 
 
 class SparseAdapter(nn.Module):
-    """One adapter: its config, and what is saved of it, (n,) uint8, unless it is in training."""
+    """One adapter: its config and, unless it is in training, its delta, and what it needs to go on bit for bit."""
 
     def __init__(self, name: str, config: Any, layer: SparseAdapters) -> None:
         super().__init__()
         self.name, self.config, self.trains = name, config, not config.inference_mode
-        self.saved: Tensor | None = None
+        self.delta, self.state = SparseDelta({}), dict[str, Tensor]()
         self._layer = (layer,)  # no submodule
 
     def get_extra_state(self) -> Tensor:
@@ -51,7 +51,7 @@ class SparseAdapter(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         if state.numel():
-            self._layer[0].take(self.name, state.cpu())
+            self._layer[0].take(self.name, SparseDelta(*from_blob(state.cpu())))
 
 
 class SparseAdapters(nn.Module, BaseTunerLayer):
@@ -88,55 +88,47 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self._freeze()
         if name == _REFERENCE and twin is not None:
             adapter.trains = False
-            self.take(name, self.saved(twin))
+            self.take(name, self.delta_of(twin))
         if active:
             self.set_adapter(name)
 
-    def take(self, name: str, saved: Tensor) -> None:
-        """Gives an adapter what was saved of it, or of another one; raises where the model is not its base."""
+    def take(self, name: str, delta: SparseDelta) -> None:
+        """Gives an adapter a delta, its own or that of another one; raises where the model is not its base."""
         adapter = self._adapter(name)
-        parts, state = from_blob(saved)
-        if adapter.trains and not state:
-            raise SparsifyError(
-                "the adapter was saved without its training state, and cannot be trained further: load it without "
-                "is_trainable, or save it with SparseConfig(save_training_state=True)."
-            )
         if name == self.live:
-            self._show(name)
-            self.root.load_state_dict(state, strict=False)
+            self._go_on_from(delta)
         elif adapter.trains:
-            adapter.saved = saved
+            adapter.delta, adapter.state = delta, {}
         else:
-            delta = SparseDelta(*parts)
             with self._showing(None), self._plain() as switch:
                 if name in switch:
                     delta.plan(self.root)  # or raises, while the earlier one is there
                     switch.detach(name)
                 switch.attach(name, delta)
-                adapter.saved = saved
+                adapter.delta = delta
         self._update()
 
-    def saved(self, name: str, *, with_state: bool = True) -> Tensor:
-        """What is saved of an adapter, (n,) uint8; without ``modules_to_save``, which PEFT saves itself."""
-        adapter = self._adapter(name)
+    def delta_of(self, name: str) -> SparseDelta:
+        """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
         if name != self.live:
-            return to_blob(({}, {}, {})) if adapter.saved is None else adapter.saved
+            delta: SparseDelta = self._adapter(name).delta
+            return delta
         with self._showing(name):
-            delta, state = SparseDelta.from_model(self.root), trained_state_of(self._engine, self.root)
-        return to_blob((delta.tensors, _own(delta.whole), delta.config), _own(state) if with_state else {})
+            delta = SparseDelta.from_model(self.root)
+        return SparseDelta(delta.tensors, _own(delta.whole), delta.config)
 
     def weighted(
         self, names: Sequence[str], weights: Sequence[float], method: str, density: Any, sign_method: str
-    ) -> Tensor:
-        """What is saved of the sum or merge of some adapters, as they are now, (n,) uint8; changes nothing."""
-        deltas = [SparseDelta(*from_blob(self.saved(name, with_state=False))[0]) for name in names]
+    ) -> SparseDelta:
+        """The sum or merge of some adapters, as they are now; changes nothing."""
+        deltas = [self.delta_of(name) for name in names]
         if method == "linear":
-            total = DeltaSum(merge_deltas(deltas, weights).terms)  # which checks the weights
+            total: Any = DeltaSum(merge_deltas(deltas, weights).terms)  # which checks the weights
         else:
             total = merge_deltas(deltas, weights, method, density=density, majority_sign_method=sign_method)
         with self._showing(None), self._plain():
-            delta = total.on(self.root)
-        return to_blob((delta.tensors, delta.whole, delta.config))
+            delta: SparseDelta = total.on(self.root)
+        return delta
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._show(None)
@@ -252,8 +244,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         """Has an adapter train, in place of what is in training; nothing changes if that fails."""
         before = self.live
         if before is not None:
-            self._adapter(before).saved = self.saved(before)
-            self._end()
+            self._set_aside(before)
         try:
             self._start(name)
         except BaseException:
@@ -277,9 +268,11 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         try:
             sparsify(root, **adapter.config.arguments(root))
             self.live = self.shown = name
-            if adapter.saved is not None:
-                root.load_state_dict(from_blob(adapter.saved)[1], strict=False)
-                adapter.saved = None
+            if adapter.state:
+                root.load_state_dict(adapter.state, strict=False)
+            elif adapter.delta.tensors or adapter.delta.whole:
+                self._go_on_from(adapter.delta)
+            adapter.delta, adapter.state = SparseDelta({}), {}
             add_to_trainers()
         except BaseException:
             if self.live is not None:
@@ -289,6 +282,21 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         finally:
             if peft_config is not None:
                 root.peft_config = peft_config
+
+    def _go_on_from(self, delta: SparseDelta) -> None:
+        """Has the adapter in training go on from a delta; its entries are in another order then than they were."""
+        with self._showing(None):
+            state = state_from(self._engine, (delta.tensors, delta.whole, delta.config))
+        self._show(self.live)
+        self.root.load_state_dict(state, strict=False)
+        self._engine.was_sorted = True
+
+    def _set_aside(self, name: str) -> None:
+        adapter, delta = self._adapter(name), self.delta_of(name)
+        with self._showing(name):
+            state = trained_state_of(self._engine, self.root)
+            adapter.delta, adapter.state = delta, {key: value.clone() for key, value in _own(state).items()}
+        self._end()
 
     def _end(self) -> None:
         """Ends the training of what is in training; the weights are the base's then."""

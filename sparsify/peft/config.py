@@ -34,7 +34,6 @@ class SparseConfig(PeftConfig):
             gives each module whose name ends so this number, or this share of its entries; all others share ``budget``.
         schedule: a name, a ``Schedule``, or its fields as a dict.
         steps: planned number of optimizer steps; those of the Hugging Face Trainer, and of TRL's, are found.
-        save_training_state: also save what training needs to go on, which takes about two thirds of the file.
 
     Raises:
         SparsifyError: when a setting is unknown, or two of them cannot be combined.
@@ -57,7 +56,6 @@ class SparseConfig(PeftConfig):
     modules_to_save: list[str] | None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     seed: int = 0
-    save_training_state: bool = True
     calibration: Any = field(default=None, repr=False, compare=False)
     loss_fn: Any = field(default=None, repr=False, compare=False)
 

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
 
-from sparsify.delta.adapter_files import DELTAS, LAYER
+from sparsify.delta.adapter_files import DELTAS, LAYER, to_blob
 from sparsify.delta.algebra import METHODS
 from sparsify.errors import SparsifyError
 from sparsify.peft.adapters import SparseAdapters
@@ -81,11 +81,11 @@ class SparseModel(BaseTuner):
             problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)
-        saved = layer.weighted(adapters, weights, combination_type, density, majority_sign_method)
+        delta = layer.weighted(adapters, weights, combination_type, density, majority_sign_method)
         first: Any = self.peft_config[adapters[0]]
         self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)
         self.inject_adapter(self.model, adapter_name)
-        layer.take(adapter_name, saved)
+        layer.take(adapter_name, delta)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError  # PEFT's inject_adapter() would call it
@@ -97,8 +97,9 @@ class SparseModel(BaseTuner):
         """What is saved of an adapter, apart from its ``modules_to_save``: its delta."""
         found = ((name, module) for name, module in model.named_modules() if isinstance(module, SparseAdapters))
         name, layer = next(found)
-        saved = layer.saved(adapter_name, with_state=config.save_training_state)
-        return {f"{name}.{DELTAS}.{adapter_name}._extra_state": saved}
+        delta = layer.delta_of(adapter_name)
+        blob = to_blob(delta.tensors, delta.whole, delta.config)
+        return {f"{name}.{DELTAS}.{adapter_name}._extra_state": blob}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]

@@ -89,6 +89,7 @@ class Engine(TrainingStep):
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forward = _Forward()
+        self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
         self._warned_of_read = False
         self.hooks: list[Any] = []  # on the root

@@ -51,6 +51,10 @@ _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 _GRADIENTS: _Gradients = weakref.WeakKeyDictionary()
 
+SORTED = (
+    "the entries were loaded from an adapter, which does not keep their order, and the optimizer's state is of another "
+    "one: take a new optimizer. A Trainer's checkpoint, and trained_state(model) in a loop of your own, have the order."
+)
 STEPPED = "was to step after a backward pass of a sparsified model"
 DROPPED = (
     "a gradient was dropped before an optimizer step (zero_grad()): what its backward pass had unmasked is masked "
@@ -175,6 +179,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             trains = True
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
+            if getattr(step, "was_sorted", False) and optimizer.state.get(values):
+                raise SparsifyError(SORTED)
+            vars(step).update(was_sorted=False)
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
             if (noted := _GRADIENTS.pop(step, None)) is not None:

@@ -140,6 +140,12 @@ def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
     run.save_model(tmp_path / "final")
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").stat().st_size < 8_000
+    again = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(get_engine(again.model).values, get_engine(run.model).values)
 
 
 def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(llama, tmp_path):
