@@ -14,7 +14,17 @@ from torch import nn
 from trainers import tokenizer
 from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
 
-from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
+from sparsify import (
+    D3,
+    BaseMismatchError,
+    Increment,
+    Schedule,
+    SparseDelta,
+    SparsifyError,
+    Strategy,
+    load_model,
+    sparsify,
+)
 from sparsify.api import get_engine, trained_state
 from sparsify.delta.algebra import merge_deltas
 
@@ -449,3 +459,138 @@ def test_a_root_without_children_to_spare(tmp_path):
         model.save_pretrained(tmp_path)
         assert torch.equal(model(x), plain(x))
         assert torch.equal(PeftModel.from_pretrained(root(), tmp_path)(x), plain(x))
+
+
+def both(**changes):
+    lora = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    return config(**{"target_modules": ["q_proj", "down_proj"], "lora": lora, **changes})
+
+
+def groups(model, rates=(0.05, 0.02)):
+    """Two groups of parameters: the entries, and the LoRA."""
+    trained = [(name.endswith("sparse_values"), p) for name, p in model.named_parameters() if p.requires_grad]
+    return [{"params": [p for own, p in trained if own == kind], "lr": rates[not kind]} for kind in (True, False)]
+
+
+def with_both(base, steps=slice(STEPS), **changes):
+    torch.manual_seed(0)
+    model = get_peft_model(base(), both(**changes))
+    train(model, steps, torch.optim.SGD(groups(model)))
+    return model
+
+
+def test_a_lora_and_entries_train_as_dense_weights_plus_a_mask_plus_a_product(base):
+    torch.manual_seed(0)
+    model, plain = get_peft_model(base(), both(strategy="pafi")), base()
+    names = {t.name.replace(".base_layer", ""): t.indices.clone() for t in get_engine(model).tensors if t.count}
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    matrices = {
+        n.split("base_model.model.")[1]: p.detach().clone().requires_grad_()
+        for n, p in model.named_parameters()
+        if "lora_" in n
+    }
+    deltas = {name: torch.zeros_like(start[name], requires_grad=True) for name in names}
+    rates = [{"params": list(deltas.values()), "lr": 0.05}, {"params": list(matrices.values()), "lr": 0.02}]
+    own, oracle = torch.optim.SGD(groups(model)), torch.optim.SGD(rates)
+    for batch in BATCHES[:STEPS]:
+        weights = dict(start)
+        for name, delta in deltas.items():
+            weights[name] = weights[name] + delta
+        for name, b in matrices.items():
+            if ".lora_B." in name:
+                key = name.replace(".lora_B.default", "")
+                weights[key] = weights[key] + 3 * b @ matrices[name.replace("lora_B", "lora_A")]
+        losses = torch.func.functional_call(plain, weights, (), batch).loss, model.train()(**batch).loss
+        assert torch.allclose(*losses, rtol=1e-5)
+        for loss, optimizer in zip(losses, (oracle, own), strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            if optimizer is oracle:
+                for name, delta in deltas.items():
+                    kept = delta.grad.flatten()[names[name]].clone()
+                    delta.grad.zero_().view(-1)[names[name]] = kept
+            optimizer.step()
+    merged = model.merge_and_unload()
+    for name, value in merged.named_parameters():
+        expected = start[name] + deltas.get(name, 0)
+        if (key := name.replace(".weight", ".lora_B.default.weight")) in matrices:
+            expected = expected + 3 * matrices[key] @ matrices[key.replace("lora_B", "lora_A")]
+        assert torch.allclose(value, expected, atol=1e-5), name
+
+
+def test_a_lora_and_entries_are_one_adapter_in_one_file(base, folder, tmp_path):
+    model, half = with_both(base), with_both(base, slice(3))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert PeftConfig.from_pretrained(tmp_path).lora == model.peft_config["default"].lora
+    plain = base()
+    plain.load_adapter(tmp_path)
+    for other in (
+        PeftModel.from_pretrained(base(), tmp_path), PeftModel.from_pretrained(base(), tmp_path, "mine"), plain,
+        PeftModel.from_pretrained(base(), tmp_path, low_cpu_mem_usage=True), load_model(folder, tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path), AutoPeftModelForCausalLM.from_pretrained(tmp_path),
+        PeftModel.from_pretrained(base(), tmp_path, "mine", is_trainable=True), pickle.loads(pickle.dumps(model)),
+    ):  # fmt: skip
+        assert same(model, other)
+    half.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+    train(again, slice(3, STEPS), torch.optim.SGD(groups(again)))
+    assert torch.allclose(logits(again), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["trained", "loaded"])
+def test_a_lora_is_disabled_and_merged_with_the_entries_and_taken_out_bit_for_bit(how, base, tmp_path):
+    model = with_both(base)
+    if how == "loaded":
+        model.save_pretrained(tmp_path)
+        model = PeftModel.from_pretrained(base(), tmp_path)
+    before, trainable = logits(model), sum(p.requires_grad for p in model.parameters())
+    model.merge_adapter(safe_merge=True)
+    assert torch.allclose(logits(model), before, atol=1e-6)
+    value = "base_model.model.model.layers.0.self_attn.v_proj.base_layer.weight"  # that no entry is in
+    assert not torch.equal(model.get_parameter(value), base().model.layers[0].self_attn.v_proj.weight)
+    model.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(PeftModel.from_pretrained(base(), tmp_path / "merged")), before)
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert same(model, base())
+    assert torch.equal(logits(model), before)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), before)
+    assert sum(p.requires_grad for p in model.parameters()) == trainable == (how == "trained") * 9
+    merged, unloaded = copy.deepcopy(model).merge_and_unload(), copy.deepcopy(model).unload()
+    assert torch.allclose(logits(merged), before, atol=1e-6)
+    assert same(unloaded, base())
+    model.delete_adapter("default")
+    for plain in (merged, unloaded, model.base_model.model):
+        assert [name for name, _ in plain.named_parameters()] == [name for name, _ in base().named_parameters()]
+
+
+def test_a_lora_that_does_not_go_with_entries_is_refused_by_name(base, tmp_path):
+    for wrong, text in [
+        ({"use_dora": True}, r"lora=LoraConfig\(use_dora=True\) does not go with sparse entries; expected .*_alpha"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"), ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*Heads and tokens are SparseConfig's own arguments"),
+    ]:  # fmt: skip
+        with pytest.raises(SparsifyError, match=text):
+            both(lora=LoraConfig(**wrong))
+    with pytest.raises(SparsifyError, match="expected a LoraConfig of PEFT"):
+        both(lora=8)
+    model = base()
+    before = [name for name, _ in model.named_modules()], [p.requires_grad for p in model.parameters()]
+    for wrong, kind, text in [
+        ({"lora": LoraConfig(target_modules=["nothing"])}, ValueError, "'nothing'"),
+        ({"budget": 10**9}, SparsifyError, "expected 1 to"),
+    ]:
+        with pytest.raises(kind, match=text):
+            get_peft_model(model, both(**wrong))
+        assert before == ([name for name, _ in model.named_modules()], [p.requires_grad for p in model.parameters()])
+    with pytest.raises(SparsifyError, match="lora= over quantized weights"):
+        get_peft_model(quantize(base(), "int8"), both())
+    model = with_both(base)
+    with pytest.raises(SparsifyError, match="the adapter 'default' has a LoRA, and is one of 2 adapters"):
+        model.add_adapter("two", config())
+    with pytest.raises(SparsifyError, match="have modules_to_save or a LoRA"):
+        model.add_weighted_adapter(["default"], [0.5], "half")
+    assert same(model, with_both(base))

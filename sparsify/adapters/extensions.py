@@ -39,15 +39,16 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(configs := getattr(module, "peft_config", None), dict) and configs and PEFT_KEY not in found:
             inner = plain_model(module)
-            found[PEFT_KEY] = {name: _record(inner, name, configs[name]) for name in configs if name in parts}
+            own = {name: getattr(configs[name], "lora", configs[name]) for name in configs if name in parts}
+            found[PEFT_KEY] = {name: _record(inner, name, config) for name, config in own.items() if config is not None}
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
-            found[ADAPTERS_KEY] = _as_json(asdict(module.config))
+            found[ADAPTERS_KEY] = as_json(asdict(module.config))
     return found
 
 
 def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
     """PEFT's settings, with a regular expression that selects modules replaced by the names of those it selected."""
-    settings: dict[str, Any] = _as_json(config.to_dict())
+    settings: dict[str, Any] = as_json(config.to_dict())
     if not any(_MAY_BACKTRACK.search(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
         return settings
     names = [
@@ -60,7 +61,7 @@ def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
     return {**settings, **dict.fromkeys(dropped), "target_modules": "|".join(map(re.escape, names))}
 
 
-def _as_json(settings: dict[str, Any]) -> Any:
+def as_json(settings: dict[str, Any]) -> Any:
     """Settings in JSON types: a set as a sorted list, an enum as its value, any other object as text."""
     text = json.dumps(settings, default=lambda v: sorted(v) if isinstance(v, Set) else getattr(v, "value", str(v)))
     return json.loads(text)

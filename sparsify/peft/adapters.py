@@ -11,24 +11,28 @@ has learned is no part of the model's state dict, whose weights hold it: it is l
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.lora import LoraLayer, LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype, check_adapters_to_merge
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from sparsify.api import desparsify, sparsify
-from sparsify.common.names import ENGINE
+from sparsify.common.names import ENGINE, base_name
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum, merge_deltas
+from sparsify.delta.format import PEFT_KEY
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
+from sparsify.peft.config import LORA_PARTS
 from sparsify.strategies.targets import PEFT_SAVED
 from sparsify.training.engine import Engine
 from sparsify.training.install import uninstall
@@ -65,7 +69,9 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         self.live: str | None = None  # the name of what is in training
         self.shown: str | None = None  # of what the weights hold; the base's values where None
         self._root = (root,)  # no submodule
-        self._could_train = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        self._could_train = {base_name(name) for name, own in root.named_parameters() if own.requires_grad}
+        self._lora: list[Any] = []  # the layers that an adapter's LoRA wraps
+        self._kept: list[tuple[Tensor, Tensor]] = []  # their weights while it is merged, and what they were
         self._trained: list[Tensor] | None = None  # the weights in training, while the engine is paused
         self._switch = DeltaSwitch(root)
         self._disable_adapters, self._active_adapter, self.merged_adapters = False, [], []
@@ -94,12 +100,13 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def take(self, name: str, delta: SparseDelta) -> None:
         """Gives an adapter a delta, its own or that of another one; raises where the model is not its base."""
-        adapter = self._adapter(name)
+        adapter, delta = self._adapter(name), _renamed(delta, name)
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
             adapter.delta, adapter.state = delta, {}
         else:
+            self._wrap(name)
             with self._showing(None), self._plain() as switch:
                 if name in switch:
                     delta.plan(self.root)  # or raises, while the earlier one is there
@@ -110,6 +117,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def delta_of(self, name: str) -> SparseDelta:
         """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
+        self._take_out()
         if name != self.live:
             delta: SparseDelta = self._adapter(name).delta
             return delta
@@ -137,6 +145,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         elif adapter_name in self._switch:
             with self._plain() as switch:
                 switch.detach(adapter_name)
+        self._unwrap()
         del self.sparse_values[adapter_name]
         others = [name for name in self.active_adapters if name != adapter_name]
         self.set_adapter(others or list(self.sparse_values)[:1])
@@ -145,6 +154,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
         name = _single(self.active_adapters if names is None else names)
         self._check_safe(name, safe_merge)
+        self._take_out()
         self._show(name)
         if name is not None and name == self.live:
             desparsify(self.root)  # or raises, where weights are quantized
@@ -177,13 +187,29 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         self.merged_adapters += names  # whose values the weights hold anyway
 
     def _check_safe(self, name: str | None, safe_merge: bool) -> None:
-        if safe_merge and name is not None and name == self.live and not self._engine.values.isfinite().all():
+        own = [self._engine.values] if name == self.live and name is not None else []
+        own += [parameter for layer in self._lora for parameter in layer.parameters()]
+        if safe_merge and not all(parameter.isfinite().all() for parameter in own):
             raise SparsifyError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")  # PEFT's
 
     def unmerge(self) -> None:
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-        self.merged_adapters = []
+        self._take_out()
+
+    def keep_merged(self) -> None:
+        """Keeps the weights into which a LoRA is about to be merged: to subtract it would not be exact."""
+        weights = [] if self.merged else [layer.get_base_layer().weight for layer in self._lora]
+        self._kept += [(weight, weight.detach().clone()) for weight in weights]
+
+    @torch.no_grad()
+    def _take_out(self) -> None:
+        """Undoes a merge."""
+        for weight, old in self._kept:
+            weight.copy_(old)
+        self._kept = []
+        for layer in (self, *self._lora):
+            layer.merged_adapters = []
 
     def _move_adapter_to_device_of_base_layer(self, *args: Any, **kwargs: Any) -> None:
         pass  # the weights hold it
@@ -196,8 +222,31 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         engine: Engine = vars(self.root)[ENGINE]
         return engine
 
+    def _wrap(self, name: str) -> None:
+        """Wraps the layers of an adapter's LoRA; not before it is loaded, since loaders would miss its matrices."""
+        if (config := self._adapter(name).config.lora) is None or self._lora:
+            return
+        if any(isinstance(module, LoraLayer) for module in self.root.modules()):
+            raise SparsifyError("lora= of a model that has a LoRA already: merge_and_unload() that, or leave this out.")
+        own = vars(self.root).pop("peft_config", None)
+        try:
+            LoraModel(self.root, config, name)
+            cast_adapter_dtype(self.root, name)
+        finally:
+            vars(self.root).pop("peft_config", None)
+            vars(self.root).update({} if own is None else {"peft_config": own})
+        self._lora = [module for module in self.root.modules() if isinstance(module, LoraLayer)]
+
+    def _unwrap(self) -> None:
+        for name, module in list(self.root.named_modules()):
+            if module in self._lora:
+                self.root.set_submodule(name, module.get_base_layer())
+        self._lora = []
+
     def _update(self) -> None:
         self._show(None if self._disable_adapters else _single(self.active_adapters))
+        for layer in self._lora if self.live is None else ():
+            layer.requires_grad_(False)
 
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
@@ -205,6 +254,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self._begin(name)
         if name == self.shown:
             return
+        self._take_out()
         with self._plain() as switch:
             switch.deactivate()
         if self.live is not None and name != self.live and self._trained is None:
@@ -259,9 +309,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         if nn.LayerNorm(1).weight.is_meta:  # as PEFT makes all parameters then
             raise SparsifyError("low_cpu_mem_usage=True is for adapters that do not train: leave it out.")
         self._show(None)
+        self._wrap(name)
         wrapped, all_may = self._wrapped(), adapter.config.target_modules is not None  # PEFT's targets may be frozen
         for key, parameter in root.named_parameters():
-            may_train = (all_may or key in self._could_train) and parameter.is_floating_point()
+            may_train = (all_may or base_name(key) in self._could_train) and parameter.is_floating_point()
             if may_train and parameter not in wrapped and not is_quantized(parameter):
                 parameter.requires_grad_(True)
         peft_config = vars(root).pop("peft_config", None)  # with which sparsify() takes no quantized weights
@@ -277,6 +328,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         except BaseException:
             if self.live is not None:
                 self._end()
+            self._unwrap()
             self._freeze()
             raise
         finally:
@@ -326,3 +378,13 @@ def _single(names: Sequence[str]) -> str | None:
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if PEFT_SAVED not in name.split(".")}
+
+
+def _renamed(delta: SparseDelta, name: str) -> SparseDelta:
+    """The same delta, with a LoRA's matrices as they are called in an adapter of another name."""
+    if not (configs := delta.config.get(PEFT_KEY)):
+        return delta
+    (old, settings), *_ = configs.items()
+    place = re.compile(rf"(?<=\.)({'|'.join(LORA_PARTS)})\.{re.escape(old)}(?=\.|$)")
+    whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
+    return SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})

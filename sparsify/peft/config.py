@@ -7,17 +7,27 @@ import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from peft import PeftConfig, PeftType
+from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
+from sparsify.adapters.extensions import as_json
 from sparsify.core.schedule import Schedule
 from sparsify.delta.adapter_files import PEFT_TYPE
 from sparsify.errors import SparsifyError
 from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
+from sparsify.strategies.targets import match_modules
 
 # arguments of sparsify() that are passed on; the last two go into no file
 _SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed", "calibration", "loss_fn")
+
+LORA_PARTS = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"]
+# LoRA's settings that go with sparse entries; others change the base, or train more than the two matrices
+_LORA = {
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
+    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "task_type", "auto_mapping",
+    "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config",
+}  # fmt: skip
 
 
 @dataclass
@@ -33,6 +43,7 @@ class SparseConfig(PeftConfig):
         budget_pattern: budgets for modules of their own, as LoRA's ``rank_pattern``: ``{"q_proj": 1000, "mlp": 0.001}``
             gives each module whose name ends so this number, or this share of its entries; all others share ``budget``.
         schedule: a name, a ``Schedule``, or its fields as a dict.
+        lora: a ``LoraConfig``, whose matrices are trained whole beside the budget, and are part of the adapter.
         steps: planned number of optimizer steps; those of the Hugging Face Trainer, and of TRL's, are found.
 
     Raises:
@@ -55,6 +66,7 @@ class SparseConfig(PeftConfig):
     layers_pattern: list[str] | str | None = None
     modules_to_save: list[str] | None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    lora: LoraConfig | dict[str, Any] | None = None
     seed: int = 0
     calibration: Any = field(default=None, repr=False, compare=False)
     loss_fn: Any = field(default=None, repr=False, compare=False)
@@ -73,13 +85,18 @@ class SparseConfig(PeftConfig):
                 f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}; "
                 'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
             )
+        if isinstance(self.lora, dict):  # of a file
+            self.lora = PeftConfig.from_peft_type(**self.lora)
+        if self.lora is not None:
+            _check_lora(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
             self._resolve()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings in JSON types, without the calibration."""
         names = {item.name for item in fields(self)} - {"calibration", "loss_fn"}
-        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
+        lora = None if self.lora is None else as_json(self.lora.to_dict())
+        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)} | {"lora": lora}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of ``sparsify()`` for a model."""
@@ -93,8 +110,15 @@ class SparseConfig(PeftConfig):
                     "of the model; give numbers of its layers from 0, and layers_pattern if their list is not found."
                 )
             targets = "|".join(map(re.escape, names))
+        if self.lora is not None and targets is not None:  # whose layers LoRA may have wrapped
+            names = [
+                f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name
+                for name in match_modules(model, targets, "target_modules")
+            ]
+            targets = "|".join(map(re.escape, names))
         own = {name: getattr(self, name) for name in _SAME}
-        return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets}
+        dense = LORA_PARTS if self.lora is not None else None
+        return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
 
     def _resolve(self) -> tuple[Strategy, Schedule]:
         if self.strategy == "full":
@@ -109,3 +133,14 @@ class SparseConfig(PeftConfig):
             selection: Any = replace(strategy.selection, allocation=self.budget_pattern)  # type: ignore[type-var]
             strategy = replace(strategy, selection=selection)
         return strategy, resolve_schedule(schedule)
+
+
+def _check_lora(config: Any) -> None:
+    if not isinstance(config, LoraConfig):
+        raise SparsifyError(f"lora={config!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
+    plain = vars(LoraConfig())
+    others = [name for name, value in vars(config).items() if name not in _LORA and value != plain[name]]
+    if others and (others != ["init_lora_weights"] or config.init_lora_weights not in ("gaussian", "orthogonal")):
+        known = ", ".join(sorted(_LORA - vars(PeftConfig()).keys() | {"init_lora_weights"}))
+        problem = f"lora=LoraConfig({others[0]}={getattr(config, others[0])!r:.100}) does not go with sparse entries"
+        raise SparsifyError(f"{problem}; expected {known} alone. Heads and tokens are SparseConfig's own arguments.")

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
 
+from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, LAYER, to_blob
 from sparsify.delta.algebra import METHODS
 from sparsify.errors import SparsifyError
@@ -36,6 +37,14 @@ class SparseModel(BaseTuner):
         if not config.inference_mode:  # an inactive adapter begins later, and PEFT does not expect it to fail then
             for argument in ("target_modules", "exclude_modules"):
                 match_modules(model, config.arguments(model)[argument], argument)
+        has_lora = [name for name, own in self.peft_config.items() if own.lora is not None]  # type: ignore[attr-defined]
+        if has_lora and len(self.peft_config) > 1:
+            problem = f"the adapter {has_lora[0]!r} has a LoRA, and is one of {len(self.peft_config)} adapters"
+            raise SparsifyError(
+                f"{problem}; expected no other one: a LoRA and entries go with one base, in one adapter."
+            )
+        if has_lora and any(map(is_quantized, model.parameters())):
+            raise SparsifyError("lora= over quantized weights; take the LoRA or the entries alone, or a plain base.")
         children = {module: dict(module._modules) for module in model.modules()}
         flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
@@ -77,8 +86,8 @@ class SparseModel(BaseTuner):
         if combination_type not in _COMBINATIONS:
             expected = f"expected one of {', '.join(_COMBINATIONS)}; a sum is exact, and needs no svd or cat."
             raise SparsifyError(f"combination_type={combination_type!r}; {expected}")
-        if any(self.peft_config[name].modules_to_save for name in adapters):  # type: ignore[attr-defined]
-            problem = f"the adapters {adapters} have modules_to_save, which cannot be combined"
+        if any(own.modules_to_save or own.lora for own in map(self.peft_config.get, adapters)):  # type: ignore[union-attr]
+            problem = f"the adapters {adapters} have modules_to_save or a LoRA, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)
         delta = layer.weighted(adapters, weights, combination_type, density, majority_sign_method)
@@ -113,3 +122,7 @@ class SparseModel(BaseTuner):
         getattr(self.model, LAYER).leave(adapter_names if merge else [], safe_merge)
         delattr(self.model, LAYER)
         return super()._unload_and_optionally_merge(merge, **kwargs, adapter_names=adapter_names)
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        getattr(self.model, LAYER).keep_merged()
+        super().merge_adapter(*args, **kwargs)

@@ -80,6 +80,29 @@ def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped
         assert torch.equal(scores(model), scores(run.model))
 
 
+def test_a_lora_beside_the_entries_has_a_rate_of_its_own_and_resumes_bit_for_bit(llama, tmp_path):
+    def run():
+        torch.manual_seed(0)
+        own = {"budget": BUDGET, "target_modules": TARGETS, "task_type": "CAUSAL_LM", "lora": peft.LoraConfig(r=2)}
+        model = peft.get_peft_model(llama(), SparseConfig(**own))
+        matrices = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+        groups = [{"params": [get_engine(model).values], "lr": 1e-2}, {"params": matrices, "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups)
+        return make_trainer(model, tmp_path, rows_of("llama"), callbacks=[], optimizers=(optimizer, None))
+
+    whole = run()
+    whole.train()
+    assert steps_done(whole.model) == (STEPS, BUDGET)
+    assert [round(group["initial_lr"], 6) for group in whole.optimizer.param_groups] == [1e-2, 1e-3]
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    assert torch.equal(scores(served, "llama"), scores(whole.model, "llama"))
+    for step in range(STEPS // 2 + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}", ignore_errors=True)
+    again = run()
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(scores(again.model, "llama"), scores(whole.model, "llama"))
+
+
 def test_a_strategy_that_does_not_know_its_steps_says_so_before_it_trains(wrapped):
     with pytest.raises(SparsifyError, match="the number of training steps is not known"):
         wrapped()(**build("bert")[1][0]).loss.backward()
