@@ -236,6 +236,8 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             vars(self.root).pop("peft_config", None)
             vars(self.root).update({} if own is None else {"peft_config": own})
         self._lora = [module for module in self.root.modules() if isinstance(module, LoraLayer)]
+        for layer in self._lora:  # low_cpu_mem_usage would round what is loaded
+            layer._move_adapter_to_device_of_base_layer = self._move_adapter_to_device_of_base_layer
 
     def _unwrap(self) -> None:
         for name, module in list(self.root.named_modules()):

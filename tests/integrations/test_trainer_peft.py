@@ -155,7 +155,8 @@ def trl_trainer(method, model, folder, columns, **options):
 
 @pytest.mark.parametrize(("method", "columns"), [("SFT", ["text"]), ("DPO", ["prompt", "chosen", "rejected"])])
 def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
-    config = SparseConfig(budget=BUDGET, target_modules=TARGETS)
+    lora = peft.LoraConfig(r=2) if method == "DPO" else None
+    config = SparseConfig(budget=BUDGET, target_modules=TARGETS, lora=lora)
     run = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)
     run.train()
     assert steps_done(run.model) == (STEPS, BUDGET)
