@@ -32,22 +32,21 @@ from sparsify.delta.format import PEFT_KEY
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
-from sparsify.peft.config import LORA_PARTS
 from sparsify.strategies.targets import PEFT_SAVED
 from sparsify.training.engine import Engine
 from sparsify.training.install import uninstall
-from sparsify.training.state import state_from, trained_state_of
+from sparsify.training.state import state_from
 
 _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
 
 
 class SparseAdapter(nn.Module):
-    """One adapter: its config and, unless it is in training, its delta, and what it needs to go on bit for bit."""
+    """One adapter: its config and, unless it is in training, its delta."""
 
     def __init__(self, name: str, config: Any, layer: SparseAdapters) -> None:
         super().__init__()
         self.name, self.config, self.trains = name, config, not config.inference_mode
-        self.delta, self.state = SparseDelta({}), dict[str, Tensor]()
+        self.delta = SparseDelta({})
         self._layer = (layer,)  # no submodule
 
     def get_extra_state(self) -> Tensor:
@@ -104,10 +103,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
-            adapter.delta, adapter.state = delta, {}
+            adapter.delta = delta
         else:
-            self._wrap(name)
             with self._showing(None), self._plain() as switch:
+                self._wrap(name)
                 if name in switch:
                     delta.plan(self.root)  # or raises, while the earlier one is there
                     switch.detach(name)
@@ -226,15 +225,9 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         """Wraps the layers of an adapter's LoRA; not before it is loaded, since loaders would miss its matrices."""
         if (config := self._adapter(name).config.lora) is None or self._lora:
             return
-        if any(isinstance(module, LoraLayer) for module in self.root.modules()):
-            raise SparsifyError("lora= of a model that has a LoRA already: merge_and_unload() that, or leave this out.")
-        own = vars(self.root).pop("peft_config", None)
-        try:
-            LoraModel(self.root, config, name)
-            cast_adapter_dtype(self.root, name)
-        finally:
-            vars(self.root).pop("peft_config", None)
-            vars(self.root).update({} if own is None else {"peft_config": own})
+        LoraModel(self.root, config, name)
+        del self.root.peft_config
+        cast_adapter_dtype(self.root, name)
         self._lora = [module for module in self.root.modules() if isinstance(module, LoraLayer)]
         for layer in self._lora:  # low_cpu_mem_usage would round what is loaded
             layer._move_adapter_to_device_of_base_layer = self._move_adapter_to_device_of_base_layer
@@ -282,26 +275,27 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     @contextmanager
     def _plain(self) -> Iterator[DeltaSwitch]:
-        """Has the switch take the model for a plain one, while it writes, unseen by graphs that await backward."""
-        engine = vars(self.root).pop(ENGINE, None)
-        unseen = () if engine is None else tuple(self.root.parameters())
+        """Has others take the model for a plain one; graphs that await backward do not see what the switch writes."""
+        own = {key: vars(self.root).pop(key) for key in (ENGINE, "peft_config") if key in vars(self.root)}
+        unseen = tuple(self.root.parameters()) if ENGINE in own else ()
         try:
             with torch.autograd._unsafe_preserve_version_counter(unseen):  # type: ignore[attr-defined]
                 yield self._switch
         finally:
-            if engine is not None:
-                vars(self.root)[ENGINE] = engine
+            vars(self.root).update(own)
 
     def _begin(self, name: str) -> None:
         """Has an adapter train, in place of what is in training; nothing changes if that fails."""
         before = self.live
         if before is not None:
-            self._set_aside(before)
+            self._adapter(before).delta = self.delta_of(before)
+            self._end()
         try:
-            self._start(name)
+            with self._plain():  # sparsify() would take no quantized weights of a PEFT model
+                self._start(name)
         except BaseException:
             if before is not None:
-                self._start(before)
+                self._begin(before)
             raise
 
     def _start(self, name: str) -> None:
@@ -317,15 +311,12 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             may_train = (all_may or base_name(key) in self._could_train) and parameter.is_floating_point()
             if may_train and parameter not in wrapped and not is_quantized(parameter):
                 parameter.requires_grad_(True)
-        peft_config = vars(root).pop("peft_config", None)  # with which sparsify() takes no quantized weights
         try:
             sparsify(root, **adapter.config.arguments(root))
             self.live = self.shown = name
-            if adapter.state:
-                root.load_state_dict(adapter.state, strict=False)
-            elif adapter.delta.tensors or adapter.delta.whole:
+            if adapter.delta.tensors or adapter.delta.whole:
                 self._go_on_from(adapter.delta)
-            adapter.delta, adapter.state = SparseDelta({}), {}
+            adapter.delta = SparseDelta({})
             add_to_trainers()
         except BaseException:
             if self.live is not None:
@@ -333,24 +324,14 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self._unwrap()
             self._freeze()
             raise
-        finally:
-            if peft_config is not None:
-                root.peft_config = peft_config
 
     def _go_on_from(self, delta: SparseDelta) -> None:
         """Has the adapter in training go on from a delta; its entries are in another order then than they were."""
-        with self._showing(None):
-            state = state_from(self._engine, (delta.tensors, delta.whole, delta.config))
+        with self._showing(None), self._plain():
+            plan, _ = delta.plan(self.root)  # raises where the model is not its base
         self._show(self.live)
-        self.root.load_state_dict(state, strict=False)
+        self.root.load_state_dict(state_from(self._engine, plan, delta.tensors, delta.config), strict=False)
         self._engine.was_sorted = True
-
-    def _set_aside(self, name: str) -> None:
-        adapter, delta = self._adapter(name), self.delta_of(name)
-        with self._showing(name):
-            state = trained_state_of(self._engine, self.root)
-            adapter.delta, adapter.state = delta, {key: value.clone() for key, value in _own(state).items()}
-        self._end()
 
     def _end(self) -> None:
         """Ends the training of what is in training; the weights are the base's then."""
@@ -384,9 +365,8 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _renamed(delta: SparseDelta, name: str) -> SparseDelta:
     """The same delta, with a LoRA's matrices as they are called in an adapter of another name."""
-    if not (configs := delta.config.get(PEFT_KEY)):
-        return delta
-    (old, settings), *_ = configs.items()
-    place = re.compile(rf"(?<=\.)({'|'.join(LORA_PARTS)})\.{re.escape(old)}(?=\.|$)")
-    whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
-    return SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
+    for old, settings in delta.config.get(PEFT_KEY, {}).items():
+        place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
+        whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
+        delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
+    return delta

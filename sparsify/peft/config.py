@@ -16,18 +16,14 @@ from sparsify.core.schedule import Schedule
 from sparsify.delta.adapter_files import PEFT_TYPE
 from sparsify.errors import SparsifyError
 from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
-from sparsify.strategies.targets import match_modules
+from sparsify.strategies.targets import ALL_LINEAR
 
 # arguments of sparsify() that are passed on; the last two go into no file
 _SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed", "calibration", "loss_fn")
 
-LORA_PARTS = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"]
-# LoRA's settings that go with sparse entries; others change the base, or train more than the two matrices
-_LORA = {
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "task_type", "auto_mapping",
-    "peft_version", "base_model_name_or_path", "revision", "inference_mode", "runtime_config",
-}  # fmt: skip
+# LoRA's settings that go with sparse entries; others change the base, or train more than two matrices
+_LORA = "r target_modules exclude_modules layers_to_transform layers_pattern rank_pattern lora_alpha alpha_pattern "
+_LORA += "lora_dropout fan_in_fan_out use_rslora runtime_config"
 
 
 @dataclass
@@ -102,22 +98,18 @@ class SparseConfig(PeftConfig):
         """The arguments of ``sparsify()`` for a model."""
         strategy, schedule = self._resolve()
         targets = self.target_modules
-        if self.layers_to_transform is not None:
+        by_name = self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR))
+        if by_name:  # LoRA may have wrapped them
             names = [name for name, _ in model.named_modules() if check_target_module_exists(self, name)]
             if not names:
                 raise SparsifyError(
                     f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r} match no module "
                     "of the model; give numbers of its layers from 0, and layers_pattern if their list is not found."
                 )
-            targets = "|".join(map(re.escape, names))
-        if self.lora is not None and targets is not None:  # whose layers LoRA may have wrapped
-            names = [
-                f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name
-                for name in match_modules(model, targets, "target_modules")
-            ]
-            targets = "|".join(map(re.escape, names))
+            inner = [n + ".base_layer" * hasattr(model.get_submodule(n), "base_layer") for n in names]
+            targets = "|".join(map(re.escape, inner))
         own = {name: getattr(self, name) for name in _SAME}
-        dense = LORA_PARTS if self.lora is not None else None
+        dense = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"] if self.lora else None
         return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
 
     def _resolve(self) -> tuple[Strategy, Schedule]:
@@ -138,9 +130,12 @@ class SparseConfig(PeftConfig):
 def _check_lora(config: Any) -> None:
     if not isinstance(config, LoraConfig):
         raise SparsifyError(f"lora={config!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
-    plain = vars(LoraConfig())
-    others = [name for name, value in vars(config).items() if name not in _LORA and value != plain[name]]
-    if others and (others != ["init_lora_weights"] or config.init_lora_weights not in ("gaussian", "orthogonal")):
-        known = ", ".join(sorted(_LORA - vars(PeftConfig()).keys() | {"init_lora_weights"}))
-        problem = f"lora=LoraConfig({others[0]}={getattr(config, others[0])!r:.100}) does not go with sparse entries"
-        raise SparsifyError(f"{problem}; expected {known} alone. Heads and tokens are SparseConfig's own arguments.")
+    plain = {**vars(LoraConfig()), "init_lora_weights": config.init_lora_weights}
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        plain["init_lora_weights"] = True
+    for name in vars(config).keys() - vars(PeftConfig()).keys() - set(_LORA.split()):
+        if (value := getattr(config, name)) != plain[name]:
+            problem = f"lora=LoraConfig({name}={value!r:.100}) does not go with sparse entries"
+            raise SparsifyError(
+                f"{problem}; expected {_LORA} alone. Heads and tokens are SparseConfig's own arguments."
+            )

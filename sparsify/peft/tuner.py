@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
@@ -37,14 +38,12 @@ class SparseModel(BaseTuner):
         if not config.inference_mode:  # an inactive adapter begins later, and PEFT does not expect it to fail then
             for argument in ("target_modules", "exclude_modules"):
                 match_modules(model, config.arguments(model)[argument], argument)
-        has_lora = [name for name, own in self.peft_config.items() if own.lora is not None]  # type: ignore[attr-defined]
-        if has_lora and len(self.peft_config) > 1:
-            problem = f"the adapter {has_lora[0]!r} has a LoRA, and is one of {len(self.peft_config)} adapters"
-            raise SparsifyError(
-                f"{problem}; expected no other one: a LoRA and entries go with one base, in one adapter."
-            )
-        if has_lora and any(map(is_quantized, model.parameters())):
-            raise SparsifyError("lora= over quantized weights; take the LoRA or the entries alone, or a plain base.")
+        others = [name for name in self.peft_config if name != adapter_name]
+        others += [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        others += [name for name, parameter in model.named_parameters() if is_quantized(parameter)]
+        if others and any(own.lora for own in self.peft_config.values()):  # type: ignore[attr-defined]
+            problem = f"lora= in {adapter_name!r} or another adapter of a model with `{others[0]}`"
+            raise SparsifyError(f"{problem}; expected one adapter, no other LoRA, and a base that is not quantized.")
         children = {module: dict(module._modules) for module in model.modules()}
         flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:

@@ -31,9 +31,9 @@ from sparsify.common.names import ENGINE, POSITION, SETTINGS, plain_name
 from sparsify.common.shards import is_fully_sharded
 from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.core.module import masked_tensors
-from sparsify.delta.entries import DeltaParts
+from sparsify.delta.entries import TensorDeltas
 from sparsify.delta.format import replace_file
-from sparsify.delta.patch_plan import new_values
+from sparsify.delta.patch_plan import PatchPlan
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.distributed import check_sharding
 from sparsify.training.engine import Engine
@@ -240,32 +240,30 @@ def trained_state_of(
     return kept
 
 
-@torch.no_grad()
-def state_from(engine: Engine, delta: DeltaParts) -> dict[str, Tensor]:
-    """A trained state of a delta's entries, one tensor after the other, for a model that shows its base."""
-    (tensors, whole, config), entries = delta, engine.entries
-    masked = {plain_name(tensor.name): tensor for tensor in engine.tensors}
+def state_from(engine: Engine, plan: PatchPlan, tensors: TensorDeltas, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A trained state of the entries that a plan writes, one tensor after the other, and of what it writes whole."""
+    masked, entries, state = {plain_name(tensor.name): tensor for tensor in engine.tensors}, engine.entries, {}
     dense = {plain_name(name): name for name in (*_needed(engine), *engine.buffer_digests)}
-    if others := [*(tensors.keys() - masked.keys()), *(name for name in whole if name in masked or name not in dense)]:
-        problem = f"the adapter holds `{others[0]}` {'whole' if others[0] in whole else 'as entries'}"
-        remedy = "run it, take the config that it was trained with, or resume from a Trainer's checkpoint"
-        raise SparsifyError(f"{problem}, and cannot be trained further by that here: {remedy}.")
-    parts = [(entries.ids[:0].cpu(), entries.base[:0].cpu(), entries.values[:0].cpu())]
-    for name, tensor in masked.items():
-        if (part := tensors.get(name)) is not None:
-            old = tensor.take(part.indices.to(tensor.parameter.device)).cpu()
-            new = new_values(name, part, old, is_quantized=tensor.is_quantized)
-            start, end = (each.to(entries.values.dtype) for each in (old, new))
-            change = end - start
-            change -= start + change - end  # the sum may be the trained value's neighbour
-            change = part.values.to(change) if tensor.is_quantized else change
-            parts.append((part.indices + tensor.offset, old.to(entries.base.dtype), change))
+    parts = [(entries.ids[:0].cpu(), entries.base[:0].cpu(), entries.values.detach()[:0].cpu())]
+    for name, _, indices, old, new, _ in plan:
+        tensor = masked.get(name)
+        if (tensor is None) != (indices is None) or name not in masked.keys() | dense.keys():
+            problem = f"the adapter holds `{name}` {'whole' if indices is None else 'as entries'}"
+            remedy = "run it, take the config that it was trained with, or resume from a Trainer's checkpoint"
+            raise SparsifyError(f"{problem}, and cannot be trained further by that here: {remedy}.")
+        if tensor is None or indices is None:
+            state[dense[name]] = new
+            continue
+        start, end = (part.to(entries.values.dtype) for part in (old, new))
+        change = end - start
+        change -= start + change - end  # the sum may be the trained value's neighbour
+        change = tensors[name].values.to(change) if tensor.is_quantized else change
+        parts.append((indices + tensor.offset, old.to(entries.base.dtype), change))
     ids, base, values = map(torch.cat, zip(*parts, strict=True))
     done, steps = (n if type(n) is int and n > 0 else 0 for n in map(config.get, ("steps_done", "steps")))
     engine.steps = engine.steps or steps or None
-    state = {dense[name]: tensor for name, tensor in whole.items()} | {IDS: ids, BASE: base}
+    state |= {IDS: ids, BASE: base, POSITION: torch.tensor([done, 0, ids.numel(), checksum(ids, 0)])}
     state[VALUES] = pad(values, (0, entries.values.numel() - values.numel()))  # cut off, if they are too many
-    state[POSITION] = torch.tensor([done, 0, ids.numel(), checksum(ids, 0)])
     return {**state, SETTINGS: record_settings(engine)}
 
 
