@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from sparsify.api import desparsify, sparsify
 from sparsify.common.names import ENGINE, base_name
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob
-from sparsify.delta.algebra import DeltaSum, merge_deltas
+from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import PEFT_KEY
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
@@ -54,20 +54,21 @@ class SparseAdapter(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         if state.numel():
-            self._layer[0].take(self.name, SparseDelta(*from_blob(state.cpu())))
+            self._layer[0].take(self.name, _renamed(SparseDelta(*from_blob(state.cpu())), self.name))
 
 
 class SparseAdapters(nn.Module, BaseTunerLayer):
     """The adapters of a model, by name, and what switches between them."""
 
     adapter_layer_names = (DELTAS,)
+    root: nn.Module
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self.sparse_values = nn.ModuleDict()
         self.live: str | None = None  # the name of what is in training
         self.shown: str | None = None  # of what the weights hold; the base's values where None
-        self._root = (root,)  # no submodule
+        vars(self)["root"] = root  # no submodule
         self._could_train = {base_name(name) for name, own in root.named_parameters() if own.requires_grad}
         self._lora: list[Any] = []  # the layers that an adapter's LoRA wraps
         self._kept: list[tuple[Tensor, Tensor]] = []  # their weights while it is merged, and what they were
@@ -77,10 +78,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def forward(self, inputs: Any) -> Any:
         return inputs  # in a model that is an nn.Sequential
-
-    @property
-    def root(self) -> nn.Module:
-        return self._root[0]
 
     def get_base_layer(self) -> nn.Module:
         return self.root
@@ -97,9 +94,9 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         if active:
             self.set_adapter(name)
 
-    def take(self, name: str, delta: SparseDelta) -> None:
-        """Gives an adapter a delta, its own or that of another one; raises where the model is not its base."""
-        adapter, delta = self._adapter(name), _renamed(delta, name)
+    def take(self, name: str, delta: Any) -> None:
+        """Gives an adapter a delta, its own or that of others, or a sum; raises where the model is not its base."""
+        adapter = self._adapter(name)
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
@@ -107,6 +104,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         else:
             with self._showing(None), self._plain() as switch:
                 self._wrap(name)
+                delta = delta.on(self.root) if isinstance(delta, DeltaSum) else delta
                 if name in switch:
                     delta.plan(self.root)  # or raises, while the earlier one is there
                     switch.detach(name)
@@ -117,24 +115,12 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
     def delta_of(self, name: str) -> SparseDelta:
         """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
         self._take_out()
+        delta: SparseDelta = self._adapter(name).delta
         if name != self.live:
-            delta: SparseDelta = self._adapter(name).delta
             return delta
         with self._showing(name):
             delta = SparseDelta.from_model(self.root)
-        return SparseDelta(delta.tensors, _own(delta.whole), delta.config)
-
-    def weighted(
-        self, names: Sequence[str], weights: Sequence[float], method: str, density: Any, sign_method: str
-    ) -> SparseDelta:
-        """The sum or merge of some adapters, as they are now; changes nothing."""
-        deltas = [self.delta_of(name) for name in names]
-        if method == "linear":
-            total: Any = DeltaSum(merge_deltas(deltas, weights).terms)  # which checks the weights
-        else:
-            total = merge_deltas(deltas, weights, method, density=density, majority_sign_method=sign_method)
-        with self._showing(None), self._plain():
-            delta: SparseDelta = total.on(self.root)
+        delta.whole = {key: tensor for key, tensor in delta.whole.items() if PEFT_SAVED not in key.split(".")}
         return delta
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -240,8 +226,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def _update(self) -> None:
         self._show(None if self._disable_adapters else _single(self.active_adapters))
-        for layer in self._lora if self.live is None else ():
-            layer.requires_grad_(False)
 
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
@@ -357,10 +341,6 @@ def _single(names: Sequence[str]) -> str | None:
         sums = "DeltaSwitch.activate(names) takes several deltas, and their sum is a delta: a + 0.5 * b."
         raise SparsifyError(f"the adapters {names} cannot be active together; take one of them. {sums}")
     return next(iter(names), None)
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if PEFT_SAVED not in name.split(".")}
 
 
 def _renamed(delta: SparseDelta, name: str) -> SparseDelta:

@@ -24,6 +24,7 @@ _SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed"
 # LoRA's settings that go with sparse entries; others change the base, or train more than two matrices
 _LORA = "r target_modules exclude_modules layers_to_transform layers_pattern rank_pattern lora_alpha alpha_pattern "
 _LORA += "lora_dropout fan_in_fan_out use_rslora runtime_config"
+_INITS = (True, False, "gaussian", "orthogonal")
 
 
 @dataclass
@@ -130,12 +131,8 @@ class SparseConfig(PeftConfig):
 def _check_lora(config: Any) -> None:
     if not isinstance(config, LoraConfig):
         raise SparsifyError(f"lora={config!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
-    plain = {**vars(LoraConfig()), "init_lora_weights": config.init_lora_weights}
-    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        plain["init_lora_weights"] = True
-    for name in vars(config).keys() - vars(PeftConfig()).keys() - set(_LORA.split()):
-        if (value := getattr(config, name)) != plain[name]:
-            problem = f"lora=LoraConfig({name}={value!r:.100}) does not go with sparse entries"
-            raise SparsifyError(
-                f"{problem}; expected {_LORA} alone. Heads and tokens are SparseConfig's own arguments."
-            )
+    plain, names = vars(LoraConfig()), vars(config).keys() - vars(PeftConfig()).keys() - {*_LORA.split()}
+    plain = {**plain, "init_lora_weights": config.init_lora_weights if config.init_lora_weights in _INITS else True}
+    if others := [name for name in sorted(names) if vars(config)[name] != plain[name]]:
+        problem = f"lora=LoraConfig({others[0]}={vars(config)[others[0]]!r:.100}) does not go with sparse entries"
+        raise SparsifyError(f"{problem}; expected {_LORA} alone. Heads and tokens go into SparseConfig itself.")

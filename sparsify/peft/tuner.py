@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, LAYER, to_blob
-from sparsify.delta.algebra import METHODS
+from sparsify.delta.algebra import METHODS, DeltaSum, merge_deltas
 from sparsify.errors import SparsifyError
 from sparsify.peft.adapters import SparseAdapters
 from sparsify.strategies.targets import PEFT_SAVED, match_modules
@@ -42,8 +42,8 @@ class SparseModel(BaseTuner):
         others += [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
         others += [name for name, parameter in model.named_parameters() if is_quantized(parameter)]
         if others and any(own.lora for own in self.peft_config.values()):  # type: ignore[attr-defined]
-            problem = f"lora= in {adapter_name!r} or another adapter of a model with `{others[0]}`"
-            raise SparsifyError(f"{problem}; expected one adapter, no other LoRA, and a base that is not quantized.")
+            problem = f"lora= goes with no other adapter, no LoRA and no quantized weight, and there is `{others[0]}`"
+            raise SparsifyError(f"{problem}: load a base of its own, or merge_and_unload() what is there.")
         children = {module: dict(module._modules) for module in model.modules()}
         flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
@@ -89,11 +89,14 @@ class SparseModel(BaseTuner):
             problem = f"the adapters {adapters} have modules_to_save or a LoRA, which cannot be combined"
             raise SparsifyError(f"{problem}; take their entries alone: SparseDelta.load(folder).entries_only().")
         layer: SparseAdapters = getattr(self.model, LAYER)
-        delta = layer.weighted(adapters, weights, combination_type, density, majority_sign_method)
+        deltas = [layer.delta_of(name) for name in adapters]
+        own: Any = {"method": combination_type, "density": density, "majority_sign_method": majority_sign_method}
+        total = merge_deltas(deltas, weights, **own if combination_type != "linear" else {})  # which checks them
+        total = total if combination_type != "linear" else DeltaSum(total.terms)
         first: Any = self.peft_config[adapters[0]]
         self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)
         self.inject_adapter(self.model, adapter_name)
-        layer.take(adapter_name, delta)
+        layer.take(adapter_name, total)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError  # PEFT's inject_adapter() would call it

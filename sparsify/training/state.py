@@ -242,29 +242,30 @@ def trained_state_of(
 
 def state_from(engine: Engine, plan: PatchPlan, tensors: TensorDeltas, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """A trained state of the entries that a plan writes, one tensor after the other, and of what it writes whole."""
-    masked, entries, state = {plain_name(tensor.name): tensor for tensor in engine.tensors}, engine.entries, {}
-    dense = {plain_name(name): name for name in (*_needed(engine), *engine.buffer_digests)}
-    parts = [(entries.ids[:0].cpu(), entries.base[:0].cpu(), entries.values.detach()[:0].cpu())]
+    entries, masked = engine.entries, {plain_name(tensor.name): tensor for tensor in engine.tensors}
+    others = (_needed(engine) | engine.buffer_digests.keys()) - {tensor.name for tensor in engine.tensors}
+    dense = {plain_name(name): name for name in others}
+    ids, base, values = [entries.ids[:0].cpu()], [entries.base[:0].cpu()], [entries.values.detach()[:0].cpu()]
+    state: dict[str, Tensor] = {}
     for name, _, indices, old, new, _ in plan:
-        tensor = masked.get(name)
-        if (tensor is None) != (indices is None) or name not in masked.keys() | dense.keys():
+        if name not in (dense if indices is None else masked):
             problem = f"the adapter holds `{name}` {'whole' if indices is None else 'as entries'}"
             remedy = "run it, take the config that it was trained with, or resume from a Trainer's checkpoint"
             raise SparsifyError(f"{problem}, and cannot be trained further by that here: {remedy}.")
-        if tensor is None or indices is None:
+        if indices is None:
             state[dense[name]] = new
             continue
-        start, end = (part.to(entries.values.dtype) for part in (old, new))
-        change = end - start
-        change -= start + change - end  # the sum may be the trained value's neighbour
-        change = tensors[name].values.to(change) if tensor.is_quantized else change
-        parts.append((indices + tensor.offset, old.to(entries.base.dtype), change))
-    ids, base, values = map(torch.cat, zip(*parts, strict=True))
+        ids.append(indices + masked[name].offset)
+        base.append(old.to(base[0]))
+        change = new.to(values[0]) - old
+        change -= old + change - new  # the sum may be the trained value's neighbour
+        values.append(tensors[name].values.to(change) if masked[name].is_quantized else change)
+    known, learned = torch.cat(ids), torch.cat(values)
     done, steps = (n if type(n) is int and n > 0 else 0 for n in map(config.get, ("steps_done", "steps")))
     engine.steps = engine.steps or steps or None
-    state |= {IDS: ids, BASE: base, POSITION: torch.tensor([done, 0, ids.numel(), checksum(ids, 0)])}
-    state[VALUES] = pad(values, (0, entries.values.numel() - values.numel()))  # cut off, if they are too many
-    return {**state, SETTINGS: record_settings(engine)}
+    state[VALUES] = pad(learned, (0, entries.values.numel() - known.numel()))  # cut off, if they are too many
+    state |= {POSITION: torch.tensor([done, 0, known.numel(), checksum(known, 0)]), SETTINGS: record_settings(engine)}
+    return {**state, IDS: known, BASE: torch.cat(base)}
 
 
 def write_trained_state(
