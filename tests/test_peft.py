@@ -586,10 +586,10 @@ def test_a_lora_that_does_not_go_with_entries_is_refused_by_name(base, tmp_path)
         with pytest.raises(kind, match=text):
             get_peft_model(model, both(**wrong))
         assert before == ([name for name, _ in model.named_modules()], [p.requires_grad for p in model.parameters()])
-    with pytest.raises(SparsifyError, match="lora= goes with .* no quantized weight, and there is `.*q_proj.weight`"):
+    with pytest.raises(SparsifyError, match=r"lora= goes with .* no quantized weight, and there is `.*q_proj.weight`"):
         get_peft_model(quantize(base(), "int8"), both())
     model = with_both(base)
-    with pytest.raises(SparsifyError, match="lora= goes with no other adapter, .* there is `default`: load a base"):
+    with pytest.raises(SparsifyError, match=r"lora= goes with no other adapter, .* there is `default`: load a base"):
         model.add_adapter("two", config())
     with pytest.raises(SparsifyError, match="have modules_to_save or a LoRA"):
         model.add_weighted_adapter(["default"], [0.5], "half")
