@@ -192,6 +192,22 @@ def test_saved_it_is_two_files_and_every_way_of_loading_gives_the_trained_model(
     assert files[0].stat().st_size < files[1].stat().st_size + 250  # for a header around it
 
 
+def test_a_delta_is_saved_as_an_adapter_of_its_recorded_base(base, tmp_path):
+    delta = SparseDelta.from_model(adapted(base))
+    delta.save(tmp_path, adapter=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert SparseDelta.load(tmp_path) == delta
+    assert same(delta.apply(base()), AutoPeftModelForCausalLM.from_pretrained(tmp_path))
+    with pytest.raises(SparsifyError, match="the delta records no base: set"):
+        SparseDelta(delta.tensors).save(tmp_path / "other", adapter=True)
+    with pytest.raises(SparsifyError, match=r"save\(adapter=True\) goes by the base's own tensors"):
+        SparseDelta.from_model(with_both(base)).save(tmp_path / "other", adapter=True)
+    assert not (tmp_path / "other").exists()
+    get_peft_model(base(), LoraConfig(target_modules=TARGETS)).save_pretrained(tmp_path / "lora")
+    with pytest.raises(SparsifyError, match="is there already and is another adapter's"):
+        delta.save(tmp_path / "lora", adapter=True)
+
+
 @pytest.mark.parametrize("strategy", ["id3", "random", "d3-repeat", "pafi"])
 def test_training_goes_on_from_a_delta_with_the_entries_in_another_order(strategy, base, tmp_path):
     half = get_peft_model(base(), config(strategy=strategy, steps=STEPS if strategy == "d3-repeat" else None))

@@ -22,6 +22,7 @@ from sparsify.delta.checkpoint.reader import read_header
 from sparsify.delta.entries import DeltaParts, StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.peft_files import CONFIG_NAME
+from sparsify.errors import SparsifyError
 
 PEFT_TYPE = "SPARSIFY"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -52,9 +53,11 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
 
 
-def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> None:
-    """Writes a delta as an adapter, to be run, of a base, by default the recorded one; nothing if none is known."""
-    config = delta[2]
+def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> bool:
+    """Writes a delta as an adapter, to be run, of a base, by default the recorded one; returns whether one is known."""
+    config, file = delta[2], folder / WEIGHTS_NAME
+    if file.exists() and KEY not in read_header(file):
+        raise SparsifyError(f"`{file}` is there already and is another adapter's: give another path.")
     settings = {
         "peft_type": PEFT_TYPE,
         "base_model_name_or_path": base or config.get("base_model_name_or_path"),
@@ -62,7 +65,8 @@ def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> N
         "inference_mode": True,
         "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
     }
-    if settings["base_model_name_or_path"] is not None:
+    if is_known := settings["base_model_name_or_path"] is not None:
         weights = safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"})
-        delta_format.replace_file(folder / WEIGHTS_NAME, weights)
+        delta_format.replace_file(file, weights)
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())
+    return is_known

@@ -1,0 +1,39 @@
+"""PEFT's method comparison: its runner finds configs that PEFT reads, settings that it knows, and sparsify imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
+
+from examples.peft_method_comparison.run import HERE  # noqa: E402
+from sparsify.peft import SparseConfig  # noqa: E402
+
+# the fields of `TrainConfig` in the runner's utils.py, at PEFT's commit 5d602fd
+KNOWN = {
+    "model_id", "dtype", "max_seq_length", "batch_size", "batch_size_eval", "max_steps", "eval_steps", "compile",
+    "use_gc", "query_template", "seed", "grad_norm_clip", "optimizer_type", "optimizer_kwargs", "lr_scheduler",
+    "use_amp", "autocast_adapter_dtype", "generation_kwargs", "attn_implementation", "init_kv_cache_prefix",
+}  # fmt: skip
+EXPERIMENTS = sorted((HERE / "experiments" / "sparsify").iterdir())
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
+def test_an_experiment_is_a_config_and_settings_of_the_runner(folder):
+    config = peft.PeftConfig.from_pretrained(folder)
+    assert isinstance(config, SparseConfig)
+    assert (config.steps, config.budget) == (5_000, 28 * 32 * ((3072 + 3072) + (3072 + 1024)))  # a LoRA's of rank 32
+    assert json.loads((folder / "training_params.json").read_text()).keys() <= KNOWN
+
+
+def test_the_runner_is_run_where_it_is_with_a_path_that_it_takes(tmp_path):
+    (tmp_path / "utils.py").write_text("from peft import PeftConfig\n")
+    code = "from utils import PeftConfig\nimport sys\nif __name__ == '__main__':\n"
+    (tmp_path / "run.py").write_text(
+        f"{code}    print(sys.argv[1:], PeftConfig.from_pretrained(sys.argv[2]).strategy)\n"
+    )
+    command = [sys.executable, "-m", "examples.peft_method_comparison.run", str(tmp_path), "llama-3.2-3B-random"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.stdout == "['--verbose', 'experiments/sparsify/llama-3.2-3B-random'] random\n", run.stderr
