@@ -2,8 +2,8 @@
 
     python -m examples.peft_method_comparison.smoke peft/method_comparison/MetaMathQA path/to/gemma-3-270m
 
-Rows are GSM8K's, in the folder ``math`` of ``SPARSIFY_DATA``. It shows that the runner takes the experiment from start to
-end; its numbers say nothing.
+Rows are GSM8K's, in the folder ``math`` of ``SPARSIFY_DATA``. It shows that the runner takes the experiment
+from start to end; its numbers say nothing.
 """
 
 import importlib
