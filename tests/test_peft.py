@@ -14,19 +14,10 @@ from torch import nn
 from trainers import tokenizer
 from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
 
-from sparsify import (
-    D3,
-    BaseMismatchError,
-    Increment,
-    Schedule,
-    SparseDelta,
-    SparsifyError,
-    Strategy,
-    load_model,
-    sparsify,
-)
+from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
 from sparsify.api import get_engine, trained_state
 from sparsify.delta.algebra import merge_deltas
+from sparsify.loading import load_model
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
