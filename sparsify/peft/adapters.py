@@ -24,18 +24,17 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from sparsify.api import desparsify, sparsify
-from sparsify.common.names import ENGINE, base_name
+from sparsify.common.names import ENGINE, POSITION, base_name, plain_name
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import PEFT_KEY
+from sparsify.delta.patch_plan import write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import PEFT_SAVED
-from sparsify.training.engine import Engine
 from sparsify.training.install import uninstall
-from sparsify.training.state import state_from
 
 _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
 
@@ -65,7 +64,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self.sparse_values = nn.ModuleDict()
+        self.sparse_values: Any = nn.ModuleDict()
         self.live: str | None = None  # the name of what is in training
         self.shown: str | None = None  # of what the weights hold; the base's values where None
         vars(self)["root"] = root  # no submodule
@@ -96,7 +95,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def take(self, name: str, delta: Any) -> None:
         """Gives an adapter a delta, its own or that of others, or a sum; raises where the model is not its base."""
-        adapter = self._adapter(name)
+        adapter = self.sparse_values[name]
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
@@ -115,7 +114,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
     def delta_of(self, name: str) -> SparseDelta:
         """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
         self._take_out()
-        delta: SparseDelta = self._adapter(name).delta
+        delta: SparseDelta = self.sparse_values[name].delta
         if name != self.live:
             return delta
         with self._showing(name):
@@ -199,17 +198,13 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(self, *args: Any, **kwargs: Any) -> None:
         pass  # the weights hold it
 
-    def _adapter(self, name: str) -> Any:
-        return self.sparse_values[name]
-
     @property
-    def _engine(self) -> Engine:
-        engine: Engine = vars(self.root)[ENGINE]
-        return engine
+    def _engine(self) -> Any:
+        return vars(self.root)[ENGINE]
 
     def _wrap(self, name: str) -> None:
         """Wraps the layers of an adapter's LoRA; not before it is loaded, since loaders would miss its matrices."""
-        if (config := self._adapter(name).config.lora) is None or self._lora:
+        if (config := self.sparse_values[name].config.lora) is None or self._lora:
             return
         LoraModel(self.root, config, name)
         del self.root.peft_config
@@ -229,7 +224,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
-        if name is not None and name != self.live and self._adapter(name).trains:
+        if name is not None and name != self.live and self.sparse_values[name].trains:
             self._begin(name)
         if name == self.shown:
             return
@@ -272,7 +267,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         """Has an adapter train, in place of what is in training; nothing changes if that fails."""
         before = self.live
         if before is not None:
-            self._adapter(before).delta = self.delta_of(before)
+            self.sparse_values[before].delta = self.delta_of(before)
             self._end()
         try:
             with self._plain():  # sparsify() would take no quantized weights of a PEFT model
@@ -285,7 +280,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
     def _start(self, name: str) -> None:
         from sparsify.integrations.transformers import add_to_trainers
 
-        adapter, root = self._adapter(name), self.root
+        adapter, root = self.sparse_values[name], self.root
         if nn.LayerNorm(1).weight.is_meta:  # as PEFT makes all parameters then
             raise SparsifyError("low_cpu_mem_usage=True is for adapters that do not train: leave it out.")
         self._show(None)
@@ -309,13 +304,34 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self._freeze()
             raise
 
+    @torch.no_grad()
     def _go_on_from(self, delta: SparseDelta) -> None:
         """Has the adapter in training go on from a delta; its entries are in another order then than they were."""
+        engine, root, held = self._engine, self.root, self._engine.values
+        masked = {plain_name(tensor.name): tensor for tensor in engine.tensors}
         with self._showing(None), self._plain():
-            plan, _ = delta.plan(self.root)  # raises where the model is not its base
+            plan, _ = delta.plan(root)  # raises where the model is not its base
+            others = [write.name for write in plan if (write.indices is None) == (write.name in masked)]
+            if others or sum(delta.support[name].numel() for name in delta.support) > held.numel():
+                problem = f"its config trains {engine.budget:,} entries{f', none of `{others[0]}`' if others else ''}"
+                raise SparsifyError(f"the adapter has {delta!r}, and {problem}: run it, or give that config.")
+            write_plan([write for write in plan if write.indices is None], root)
         self._show(self.live)
-        self.root.load_state_dict(state_from(self._engine, plan, delta.tensors, delta.config), strict=False)
-        self._engine.was_sorted = True
+        engine.weights.write_base()
+        held.zero_()
+        engine.entries.truncate(0)
+        root.get_buffer(POSITION)[0] = int(delta.config.get("steps_done", 0))
+        engine.steps = engine.steps or delta.config.get("steps")
+        engine.was_sorted = True
+        ids, values = [engine.entries.ids], [held[:0]]
+        for name, _, indices, old, new, _ in plan:
+            if indices is not None:
+                ids.append((indices + masked[name].offset).to(held.device))
+                change = new.to(held.dtype) - old
+                change -= old + change - new  # the sum may be the trained value's neighbour
+                values.append((delta.tensors[name].values if masked[name].is_quantized else change).to(held))
+        engine.start(torch.cat(ids))
+        held[: engine.unmasked] = torch.cat(values)
 
     def _end(self) -> None:
         """Ends the training of what is in training; the weights are the base's then."""

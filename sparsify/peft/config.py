@@ -82,33 +82,29 @@ class SparseConfig(PeftConfig):
                 f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}; "
                 'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
             )
-        if isinstance(self.lora, dict):  # of a file
-            self.lora = PeftConfig.from_peft_type(**self.lora)
-        if self.lora is not None:
-            _check_lora(self.lora)
+        self.lora = None if self.lora is None else _checked(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
             self._resolve()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings in JSON types, without the calibration."""
         names = {item.name for item in fields(self)} - {"calibration", "loss_fn"}
-        lora = None if self.lora is None else as_json(self.lora.to_dict())
-        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)} | {"lora": lora}
+        own = {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
+        return own | {"lora": own["lora"] and as_json(own["lora"].to_dict())}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of ``sparsify()`` for a model."""
         strategy, schedule = self._resolve()
         targets = self.target_modules
-        by_name = self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR))
-        if by_name:  # LoRA may have wrapped them
+        if self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR)):
             names = [name for name, _ in model.named_modules() if check_target_module_exists(self, name)]
             if not names:
                 raise SparsifyError(
                     f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r} match no module "
                     "of the model; give numbers of its layers from 0, and layers_pattern if their list is not found."
                 )
-            inner = [n + ".base_layer" * hasattr(model.get_submodule(n), "base_layer") for n in names]
-            targets = "|".join(map(re.escape, inner))
+            inner = [f"{name}.base_layer" * hasattr(model.get_submodule(name), "base_layer") or name for name in names]
+            targets = "|".join(map(re.escape, inner))  # of layers that LoRA has wrapped
         own = {name: getattr(self, name) for name in _SAME}
         dense = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"] if self.lora else None
         return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
@@ -128,11 +124,13 @@ class SparseConfig(PeftConfig):
         return strategy, resolve_schedule(schedule)
 
 
-def _check_lora(config: Any) -> None:
-    if not isinstance(config, LoraConfig):
-        raise SparsifyError(f"lora={config!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
-    plain, names = vars(LoraConfig()), vars(config).keys() - vars(PeftConfig()).keys() - {*_LORA.split()}
-    plain = {**plain, "init_lora_weights": config.init_lora_weights if config.init_lora_weights in _INITS else True}
-    if others := [name for name in sorted(names) if vars(config)[name] != plain[name]]:
-        problem = f"lora=LoraConfig({others[0]}={vars(config)[others[0]]!r:.100}) does not go with sparse entries"
+def _checked(lora: Any) -> Any:
+    lora = PeftConfig.from_peft_type(**lora) if isinstance(lora, dict) else lora
+    if not isinstance(lora, LoraConfig):
+        raise SparsifyError(f"lora={lora!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
+    own = {**vars(lora), "init_lora_weights": True} if lora.init_lora_weights in _INITS else vars(lora)
+    names = own.keys() - vars(PeftConfig()).keys() - set(_LORA.split())
+    if others := sorted(name for name in names if own[name] != vars(LoraConfig())[name]):
+        problem = f"lora=LoraConfig({others[0]}={own[others[0]]!r:.100}) does not go with sparse entries"
         raise SparsifyError(f"{problem}; expected {_LORA} alone. Heads and tokens go into SparseConfig itself.")
+    return lora

@@ -24,20 +24,17 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 
-from sparsify.common.names import ENGINE, POSITION, SETTINGS, plain_name
+from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
+from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
-from sparsify.delta.entries import TensorDeltas
 from sparsify.delta.format import replace_file
-from sparsify.delta.patch_plan import PatchPlan
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.distributed import check_sharding
 from sparsify.training.engine import Engine
-from sparsify.training.entries import BUFFERS, checksum
+from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
 from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
@@ -238,34 +235,6 @@ def trained_state_of(
     if max(engine.values.numel(), engine.entries.ends[-1]) < 2**31:
         kept[prefix + IDS] = kept[prefix + IDS].int()
     return kept
-
-
-def state_from(engine: Engine, plan: PatchPlan, tensors: TensorDeltas, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A trained state of the entries that a plan writes, one tensor after the other, and of what it writes whole."""
-    entries, masked = engine.entries, {plain_name(tensor.name): tensor for tensor in engine.tensors}
-    others = (_needed(engine) | engine.buffer_digests.keys()) - {tensor.name for tensor in engine.tensors}
-    dense = {plain_name(name): name for name in others}
-    ids, base, values = [entries.ids[:0].cpu()], [entries.base[:0].cpu()], [entries.values.detach()[:0].cpu()]
-    state: dict[str, Tensor] = {}
-    for name, _, indices, old, new, _ in plan:
-        if name not in (dense if indices is None else masked):
-            problem = f"the adapter holds `{name}` {'whole' if indices is None else 'as entries'}"
-            remedy = "run it, take the config that it was trained with, or resume from a Trainer's checkpoint"
-            raise SparsifyError(f"{problem}, and cannot be trained further by that here: {remedy}.")
-        if indices is None:
-            state[dense[name]] = new
-            continue
-        ids.append(indices + masked[name].offset)
-        base.append(old.to(base[0]))
-        change = new.to(values[0]) - old
-        change -= old + change - new  # the sum may be the trained value's neighbour
-        values.append(tensors[name].values.to(change) if masked[name].is_quantized else change)
-    known, learned = torch.cat(ids), torch.cat(values)
-    done, steps = (n if type(n) is int and n > 0 else 0 for n in map(config.get, ("steps_done", "steps")))
-    engine.steps = engine.steps or steps or None
-    state[VALUES] = pad(learned, (0, entries.values.numel() - known.numel()))  # cut off, if they are too many
-    state |= {POSITION: torch.tensor([done, 0, known.numel(), checksum(known, 0)]), SETTINGS: record_settings(engine)}
-    return {**state, IDS: known, BASE: torch.cat(base)}
 
 
 def write_trained_state(

@@ -30,8 +30,8 @@ def test_an_experiment_is_a_config_and_settings_of_the_runner(folder):
 
 def test_the_runner_is_run_where_it_is_with_a_path_that_it_takes(tmp_path):
     (tmp_path / "utils.py").write_text("from peft import PeftConfig\n")
-    code = "import sys; from utils import PeftConfig; print(sys.argv[1:], PeftConfig.from_pretrained(sys.argv[2]).strategy)"
-    (tmp_path / "run.py").write_text(code)
+    shown = "print(sys.argv[1:], PeftConfig.from_pretrained(sys.argv[2]).strategy)"
+    (tmp_path / "run.py").write_text(f"import sys; from utils import PeftConfig; {shown}")
     command = [sys.executable, "-m", "examples.peft_method_comparison.run", str(tmp_path), "llama-3.2-3B-random"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.stdout == "['--verbose', 'experiments/sparsify/llama-3.2-3B-random'] random\n", run.stderr
