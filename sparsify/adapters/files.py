@@ -10,16 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from sparsify.adapters.insert import (
-    KINDS,
-    Adapter,
-    AdapterConfig,
-    Model,
-    check_without_adapters,
-    find_adapters,
-    find_places,
-    insert_adapters,
-)
+from sparsify.adapters import insert
 from sparsify.common.names import near_names, plain_model, plain_name
 from sparsify.delta.checkpoint.reader import read_json
 from sparsify.delta.format import replace_file
@@ -55,7 +46,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ...     save_adapters(add_adapters(BertModel(BertConfig(num_hidden_layers=1))), folder)
         ...     _ = load_adapters(BertModel(BertConfig(num_hidden_layers=1)), folder)
     """
-    adapters = find_adapters(model)
+    adapters = insert.find_adapters(model)
     config = next(iter(adapters.values())).config
     state = model.state_dict()
     names = [f"{prefix}.{name}" for prefix, adapter in adapters.items() for name, _ in adapter.named_parameters()]
@@ -63,7 +54,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     inner = plain_model(model)
     base = getattr(inner, "config", None)
     full = {  # that AdapterHub writes next to the weights, and the modules that the user named
-        "config": {**_SETTINGS, **KINDS[config.kind], "reduction_factor": config.reduction_factor},
+        "config": {**_SETTINGS, **insert.KINDS[config.kind], "reduction_factor": config.reduction_factor},
         "hidden_size": getattr(base, "hidden_size", None),
         "model_class": type(inner).__name__,
         "model_name": getattr(base, "name_or_path", None),
@@ -77,7 +68,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     replace_file(Path(folder) / CONFIG_NAME, text.encode())
 
 
-def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
+def load_adapters(model: insert.Model, folder: str | os.PathLike[str]) -> insert.Model:
     """Adds the adapters of a folder to a model, in place, as :func:`add_adapters` does, and returns it.
 
     Args:
@@ -88,13 +79,13 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
     Raises:
         SparsifyError: before any change, when the folder holds no such adapters, or those of another architecture.
     """
-    check_without_adapters(model)
+    insert.check_without_adapters(model)
     folder = Path(folder)
     config = _read_config(folder / CONFIG_NAME)
     shapes: dict[str, tuple[int, ...]] = {}
-    for place in find_places(model, config):
+    for place in insert.find_places(model, config):
         with torch.device("meta"):
-            parameters = Adapter(place.width, config).named_parameters(f"{place.name}.{config.name}")
+            parameters = insert.Adapter(place.width, config).named_parameters(f"{place.name}.{config.name}")
         shapes |= {name: tuple(parameter.shape) for name, parameter in parameters}
     file, model_class = folder / WEIGHTS_NAME, type(model).__name__
     try:
@@ -110,17 +101,17 @@ def load_adapters(model: Model, folder: str | os.PathLike[str]) -> Model:
             raise SparsifyError(f"{file} has `{name}`, for which {model_class} has no place{near_names(name, shapes)}.")
         if (shape := tuple(tensors[name].shape)) != shapes[name]:
             raise SparsifyError(f"{file}: `{name}` has the shape {shape}, {model_class} needs {shapes[name]}.")
-    insert_adapters(model, config)
+    insert.insert_adapters(model, config)
     model.load_state_dict(tensors, strict=False)
     return model
 
 
-def _read_config(path: Path) -> AdapterConfig:
+def _read_config(path: Path) -> insert.AdapterConfig:
     full = read_json(path)
     given = full.get("config")
     if not isinstance(given, dict) or "name" not in full or "reduction_factor" not in given:
         raise SparsifyError(f"{path} is no config of AdapterHub's bottleneck adapters; expected save_adapters()'s.")
-    for kind, known in KINDS.items():
+    for kind, known in insert.KINDS.items():
         if all(given.get(key, value) == value for key, value in {**_SETTINGS, **known}.items()):
-            return AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
+            return insert.AdapterConfig(kind, given["reduction_factor"], full["name"], full.get("target_modules"))
     raise SparsifyError(f"{path} describes neither Houlsby nor Pfeiffer adapters as AdapterHub has them by default.")

@@ -341,10 +341,8 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         self._freeze()
 
     def _freeze(self) -> None:
-        wrapped = self._wrapped()
-        for parameter in self.root.parameters():
-            if parameter not in wrapped:
-                parameter.requires_grad_(False)
+        for parameter in set(self.root.parameters()) - self._wrapped():
+            parameter.requires_grad_(False)
 
     def _wrapped(self) -> set[nn.Parameter]:
         """The parameters of ``modules_to_save`` and their originals, which PEFT switches itself."""

@@ -91,7 +91,7 @@ class SparseModel(BaseTuner):
         layer: SparseAdapters = getattr(self.model, LAYER)
         deltas = [layer.delta_of(name) for name in adapters]
         own: Any = {"method": combination_type, "density": density, "majority_sign_method": majority_sign_method}
-        total = merge_deltas(deltas, weights, **own if combination_type != "linear" else {})  # which checks them
+        total: Any = merge_deltas(deltas, weights, **own if combination_type != "linear" else {})  # which checks them
         total = total if combination_type != "linear" else DeltaSum(total.terms)
         first: Any = self.peft_config[adapters[0]]
         self.peft_config[adapter_name] = replace(first, inference_mode=True, budget=None, modules_to_save=None)
