@@ -491,11 +491,8 @@ def test_a_lora_and_entries_train_as_dense_weights_plus_a_mask_plus_a_product(ba
     model, plain = get_peft_model(base(), both(strategy="pafi")), base()
     names = {t.name.replace(".base_layer", ""): t.indices.clone() for t in get_engine(model).tensors if t.count}
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    matrices = {
-        n.split("base_model.model.")[1]: p.detach().clone().requires_grad_()
-        for n, p in model.named_parameters()
-        if "lora_" in n
-    }
+    lora = [(name.split("base_model.model.")[1], p) for name, p in model.named_parameters() if "lora_" in name]
+    matrices = {name: p.detach().clone().requires_grad_() for name, p in lora}
     deltas = {name: torch.zeros_like(start[name], requires_grad=True) for name in names}
     rates = [{"params": list(deltas.values()), "lr": 0.05}, {"params": list(matrices.values()), "lr": 0.02}]
     own, oracle = torch.optim.SGD(groups(model)), torch.optim.SGD(rates)
