@@ -247,8 +247,8 @@ def test_what_cannot_be_trained_further_is_refused(base, tmp_path):
     adapted(base).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, text in [
-        ({"target_modules": ["q_proj"]}, "trains 50 entries, none of `.*v_proj.*`: run it"),
-        ({"budget": BUDGET - 1}, "has .*50 entries in .*, and its config trains 49 entries: run it"),
+        ({"target_modules": ["q_proj"]}, "config trains 50 entries, and `.*v_proj.*` in no such way: run it"),
+        ({"budget": BUDGET - 1}, "is a .*50 entries in .*, and its config trains 49 entries: run it"),
     ]:
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **changes}))
         with pytest.raises(SparsifyError, match=text):

@@ -3,6 +3,7 @@
     in training    at most one: the model's engine and flat delta. While another one is shown, or none, the engine is
                    paused over the base's values, and the optimizer goes on to hold the flat delta
     other ones     kept as deltas; those that only run are checked against the base in a DeltaSwitch
+    a LoRA         of the only adapter: layers of PEFT, which it disables and merges itself, trained and stored whole
 
 The weights hold the active adapter's values at all times, so that merging, and a forward pass, cost nothing. PEFT and
 transformers find the adapters in one ``BaseTunerLayer`` without parameters, a child of the base model. What an adapter
@@ -312,15 +313,15 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         with self._showing(None), self._plain():
             plan, _ = delta.plan(root)  # raises where the model is not its base
             others = [write.name for write in plan if (write.indices is None) == (write.name in masked)]
-            if others or sum(delta.support[name].numel() for name in delta.support) > held.numel():
-                problem = f"its config trains {engine.budget:,} entries{f', none of `{others[0]}`' if others else ''}"
-                raise SparsifyError(f"the adapter has {delta!r}, and {problem}: run it, or give that config.")
+            if others or delta.num_entries > held.numel():
+                own = f"{engine.budget:,} entries{f', and `{others[0]}` in no such way' if others else ''}"
+                raise SparsifyError(f"the adapter is a {delta!r}, and its config trains {own}: run it, or mend that.")
             write_plan([write for write in plan if write.indices is None], root)
         self._show(self.live)
         engine.weights.write_base()
         held.zero_()
         engine.entries.truncate(0)
-        root.get_buffer(POSITION)[0] = int(delta.config.get("steps_done", 0))
+        root.get_buffer(POSITION)[0] = int(delta.config.get("steps_done") or 0)
         engine.steps = engine.steps or delta.config.get("steps")
         engine.was_sorted = True
         ids, values = [engine.entries.ids], [held[:0]]
