@@ -105,10 +105,10 @@ def was_dropped(step: TrainingStep, writes: int) -> bool:
     if step not in _GRADIENTS:
         return False
     known, version, was_not_zero, written = _GRADIENTS[step]
-    grad: Any = step.entries.values.grad
+    grad = step.entries.values.grad
     if written != writes or grad is None:
         return written == writes
-    is_noted = known() is grad and grad._version == version
+    is_noted = grad._version == version and known() is grad
     return not is_noted and bool(was_not_zero) and not bool(grad.any())
 
 
