@@ -9,6 +9,8 @@ from torch import distributed as dist
 from sparsify.core.devices import put
 from sparsify.errors import SparsifyError
 
+SHARDS = -1  # the dimension of a mesh over which rows are sharded; hybrid ones have copies over another, before it
+
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
@@ -36,7 +38,8 @@ def full_values(parameter: Tensor) -> Tensor:
 def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
     """Reads the values (n,) of a sharded parameter at flat indices (n,), in a call that all ranks make together."""
     values = read_own_entries(parameter, indices)
-    dist.all_reduce(values, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    dist.all_reduce(values, group=mesh.get_group(mesh.ndim - 1))
     return values
 
 
@@ -59,13 +62,20 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
     local[places] = values[own]
 
 
+def is_first_copy(parameter: Tensor) -> bool:
+    """Whether this rank is of those that hold the first copy of a sharded parameter; there is one unless hybrid."""
+    coordinate: Any = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    return not any(coordinate[:SHARDS])
+
+
 def check_shards(name: str, parameter: Tensor) -> None:
     """Raises ``SparsifyError`` where a weight is sharded other than by ``fully_shard`` over all ranks."""
     sharded: Any = parameter
     mesh, placements = sharded.device_mesh, sharded.placements
-    if mesh.ndim != 1 or not placements[0].is_shard(0) or mesh.size() != dist.get_world_size():
-        expected = "expected fully_shard(module) along its rows, over one dimension of all ranks: not hybrid (HSDP), "
-        expected += "tensor-parallel, or over a part of the ranks."
+    copied = all(placement.is_replicate() for placement in placements[:SHARDS])
+    if not copied or not placements[SHARDS].is_shard(0) or mesh.size() != dist.get_world_size():
+        expected = "expected fully_shard(module) along its rows, over all ranks or, hybrid, over the last dimension of "
+        expected += "a mesh of all ranks: not tensor-parallel, or over a part of the ranks."
         raise SparsifyError(f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; {expected}")
 
 
@@ -73,7 +83,8 @@ def _own_entries(parameter: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Te
     """This rank's rows, flat and writable; which of the indices (n,) are in them, and where."""
     sharded: Any = parameter.detach()
     local = sharded.to_local().view(-1)
-    rows = -(-parameter.shape[0] // sharded.device_mesh.size())  # as torch.chunk deals them out
-    start = sharded.device_mesh.get_local_rank() * rows * (parameter.numel() // parameter.shape[0])
+    mesh = sharded.device_mesh
+    rows = -(-parameter.shape[0] // mesh.shape[SHARDS])  # as torch.chunk deals them out
+    start = mesh.get_coordinate()[SHARDS] * rows * (parameter.numel() // parameter.shape[0])
     own = (indices >= start) & (indices < start + local.numel())
     return local, own, indices[own] - start

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from sparsify.common.ranks import BEGIN, Ranks, num_ranks
 from sparsify.common.raw_bits import digest
-from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
+from sparsify.common.shards import check_shards, is_first_copy, is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.core.entries import BASE, VALUES, Entries, count_by_tensor
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
@@ -117,7 +117,7 @@ def read_base(tensors: Sequence[MaskedTensor], entries: ModelEntries, ranks: Ran
     base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
     for tensor in tensors:
         new = tensor.slots >= first
-        if is_shard(tensor.parameter) or dist.get_rank() == 0:
+        if is_first_copy(tensor.parameter) if is_shard(tensor.parameter) else dist.get_rank() == 0:
             read = read_own_entries(tensor.parameter, tensor.indices[new])
             base[tensor.slots[new].to(base.device)] = read.to(base)
     buffer = entries.root.get_buffer(BASE)

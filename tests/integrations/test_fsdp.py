@@ -40,19 +40,27 @@ LIKE_ONE_PROCESS = {
     "static beside a dense head": (mlp, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}),
     "accumulating": (words, {}),
     "checkpointed": (words, {}),
+    "hybrid": (words, {}),
+    "hybrid, rows that do not divide": (mlp, {"modules_to_save": ["head"]}),
 }
+
+
+def hybrid_mesh():
+    """Two copies, each sharded over half of the ranks."""
+    return init_device_mesh("cpu", (2, num_ranks() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def trained(rank, name):
     make, settings = LIKE_ONE_PROCESS[name]
     with selecting("device" if "device" in name else "cpu", small=100):
         model, batches = make()
-        shard(sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}))
+        mesh = {"mesh": hybrid_mesh()} if "hybrid" in name and num_ranks() > 1 else {}
+        shard(sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}), **mesh)
         if name == "checkpointed":
             wide = model.wide.forward
             model.wide.forward = lambda hidden: checkpoint(wide, hidden, use_reentrant=False)
         result = train(rank, model, batches, micro=2 if name == "accumulating" else 1)
-    if "head" in name:
+    if "head" in settings.get("modules_to_save", ()):
         delta = SparseDelta.from_model(model)
         result |= {"head": delta.whole["head.weight"], "entries": delta.num_entries}
     return result
@@ -103,10 +111,10 @@ def written_behind_its_back(rank):
     return same, torch.equal(synced, expected)
 
 
-def state(rank):
+def state(rank, **options):
     """A full state dict goes into one process and back onto shards; the delta too."""
     model, batches = words()
-    shard(sparsify(model, BUDGET, steps=STEPS))
+    shard(sparsify(model, BUDGET, steps=STEPS), **options)
     train(rank, model, batches, steps=3)
     check_ranks(model)
     verified = summary(model, verify=True).verification.ok
@@ -118,7 +126,7 @@ def state(rank):
     delta.apply(base)
     applied = all(torch.equal(parameter, full[name]) for name, parameter in base.named_parameters())
     other, _ = words()
-    shard(sparsify(other, BUDGET, steps=STEPS))
+    shard(sparsify(other, BUDGET, steps=STEPS), **options)
     set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))
     resumed = train(rank, other, batches[3:], steps=3)
     return verified, applied, unmasked_sets(alone) == unmasked_sets(model), resumed
@@ -157,12 +165,11 @@ def refused(rank):
     def trains(model):
         return error_of(train, rank, model, mlp()[1])
 
-    mesh = init_device_mesh("cpu", (num_ranks(), 1), mesh_dim_names=("replicate", "shard"))
     blocks_only = sparse()
     fully_shard(blocks_only.second)
     return {
         "flat delta": trains(fully_shard(sparse())),
-        "hybrid": trains(shard(sparse(), mesh=mesh)),
+        "a part": trains(shard(sparse(), mesh=hybrid_mesh()["shard"])),
         "blocks only": trains(blocks_only),
         "too late": error_of(sparsify, fully_shard(mlp()[0]), BUDGET),
         "desparsify": error_of(desparsify, shard(sparse())),
@@ -195,6 +202,20 @@ def test_two_shards_train_like_one_process_with_both_batches(two, name):
     assert_like([result[name] for result in two], trained(0, name))
 
 
+def all_hybrid(rank):
+    return {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name} | {
+        "state": state(rank, mesh=hybrid_mesh())
+    }
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_train_like_one_process_with_all_batches():
+    results = on_ranks(4, all_hybrid)
+    for name in LIKE_ONE_PROCESS.keys() & results[0].keys():
+        assert_like([result[name] for result in results], trained(0, name))
+    check_states(on_each(results, state), results[0]["hybrid"])
+
+
 def test_a_mixed_precision_policy_rounds_neither_the_delta_nor_the_base(two):
     first, second = on_each(two, rounded_in_forward)
     assert first == second
@@ -208,8 +229,11 @@ def test_what_is_written_after_an_evaluation_reaches_the_next_forward(two):
 
 
 def test_states_and_deltas_leave_the_shards_and_come_back(two):
-    uninterrupted = two[0]["tied and twice used"]
-    for verified, applied, same, resumed in on_each(two, state):
+    check_states(on_each(two, state), two[0]["tied and twice used"])
+
+
+def check_states(states, uninterrupted):
+    for verified, applied, same, resumed in states:
         assert verified
         assert applied
         assert same
@@ -229,7 +253,7 @@ def test_ranks_publish_the_same_versions_to_the_bit_what_a_delta_takes(two, name
     ("what", "text"),
     [
         ("flat delta", r"ignored_params=\{model.sparse_values\}"),
-        ("hybrid", r"not hybrid \(HSDP\)"),
+        ("a part", r"over the last dimension of a mesh of all ranks"),
         ("blocks only", r"`second(.weight)?` is sharded, but not the model that was sparsified"),
         ("too late", r"is sharded; call sparsify\(\) on the plain model"),
         ("desparsify", r"cannot be turned back; apply its SparseDelta"),
