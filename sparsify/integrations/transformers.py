@@ -131,6 +131,8 @@ class SparsifyCallback(TrainerCallback):
             event["model"].zero_grad()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **event: Any) -> None:
+        if args.deepspeed and (engine := get_engine(event["model"])).passes:  # its optimizer is none of torch.optim
+            engine.count_step()
         if self._following is not None and state.global_step % args.ref_model_sync_steps == 0:
             self._following.values.lerp_(event["model"].sparse_values.detach(), args.ref_model_mixup_alpha)
         if self._publish is not None and self.publisher is not None:

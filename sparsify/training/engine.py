@@ -92,6 +92,7 @@ class Engine(TrainingStep):
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
         self._warned_of_read = False
+        self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
         self.was_sharded = False  # whether the root has run forward under FSDP2
@@ -305,6 +306,7 @@ class Engine(TrainingStep):
         with uninterrupted():
             optimizer_steps.note_counted(self)
             self._counted_by_hook = optimizer is not None
+            self._moves = 0
             self._forward.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
@@ -354,6 +356,8 @@ class Engine(TrainingStep):
         self.weights.refresh()
         if self.weights.writes > writes:  # what has moved the flat delta may have written into the buffers, too
             self.catch_up(by_value=True)
+            self._moves += bool(self.passes)
+            optimizer_steps.warn_of_uncounted(self._moves)
         self.streams.use(self.entries.values.device)
 
     def _mask_dropped(self) -> None:

@@ -66,6 +66,12 @@ UNHELD = (
     "after sparsify(): {optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() "
     "comes before prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
+UNCOUNTED = (
+    "the flat delta was moved three times after a backward pass, and no step of torch.optim was seen: an optimizer of "
+    "another kind trains it, as DeepSpeed's. Call optimizer_stepped(model) after each of its steps: without it, only "
+    "the entries of the first step are trained. SparsifyCallback does it under the Trainer."
+)
+_MOVES = 3  # without a counted step; SAM makes one or two
 FROZEN = (
     "`sparse_values` does not require grad: all parameters were frozen after sparsify(), as by get_peft_model(), "
     "prepare_model_for_kbit_training(), and trainers that are given a peft_config. Call sparsify() after these, or "
@@ -139,6 +145,12 @@ def has_uncounted_step(step: TrainingStep) -> bool:
         if optimizer is not None and holds(optimizer, step.entries.values):
             return True
     return False
+
+
+def warn_of_uncounted(moves: int) -> None:
+    """Warns once of a flat delta that moves after backward passes, but for the closure of a step that has begun."""
+    if moves == _MOVES and not _STEPS.begun:
+        warnings.warn(UNCOUNTED, stacklevel=5)
 
 
 def forget_uncounted_steps(step: TrainingStep) -> None:

@@ -2,13 +2,15 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import build, loss_of
 from torch import nn
 
-from sparsify import SparsifyError, get_engine, optimizer_stepped, sparsify, summary
+from sparsify import SparsifyCallback, SparsifyError, get_engine, optimizer_stepped, sparsify, summary
 
 BUDGET, STEPS = 20, 12
 UNHELD = r"holds `sparse_values`.*Make it after sparsify\(\)"
@@ -259,3 +261,24 @@ def test_an_error_in_one_model_comes_before_any_of_them_has_moved():
         optimizer.step()
     assert [get_engine(model).step for model in models] == [0, 0, 0]
     assert not any(model.sparse_values.any() for model in models)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_optimizer_that_nobody_has_heard_of_is_warned_of_after_three_steps(told):
+    model = sparsify(torch.nn.Linear(4, 4), 8, steps=4)
+    with pytest.warns(UserWarning, match=r"Call optimizer_stepped\(model\)") if not told else nullcontext():
+        for _ in range(4):
+            model(torch.ones(2, 4)).square().sum().backward()
+            model.sparse_values.data.sub_(0.1 * model.sparse_values.grad)
+            model.sparse_values.grad = None
+            if told:
+                optimizer_stepped(model)
+    assert get_engine(model).step == 4 * told
+
+
+def test_the_trainers_callback_counts_the_steps_of_deepspeed():
+    model = sparsify(torch.nn.Linear(4, 4), 8, steps=4)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+        SparsifyCallback().on_step_end(SimpleNamespace(deepspeed="zero2.json"), None, None, model=model)
+    assert get_engine(model).step == 2
