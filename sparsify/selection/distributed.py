@@ -80,11 +80,6 @@ class RanksSelector(StreamingSelector):
             for tensor, dense in waiting:
                 self._offer_mean(tensor, partial(some_rows, dense))
 
-    def skip(self, tensor: MaskedTensor) -> None:
-        if tensor not in self._small:
-            none = torch.empty(0, dtype=torch.int64, device=tensor.parameter.device)
-            self.offer(tensor, DenseGradient(torch.zeros(0, matrix_shape(tensor)[1], device=none.device), none))
-
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         self._offer_waiting()
         for own in small:

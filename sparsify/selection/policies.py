@@ -33,8 +33,6 @@ _KEPT, _LEAST_KEPT = 8, 1 << 16
 class RankedSelector(Selector):
     """Selects entries (n,) that are known before the step, best first; gradients are ``like`` the flat delta."""
 
-    batches_small = False
-
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._grads = ids.to(like.device), like.new_zeros(ids.numel())
         ordered, places = self._ids.sort()
@@ -51,9 +49,6 @@ class RankedSelector(Selector):
             self._grads[places] = gradient.take((ids - tensor.offset).to(tensor.parameter.device)).to(self._grads)
         return gradient.take(tensor.indices)
 
-    def skip(self, tensor: MaskedTensor) -> None:
-        """An empty gradient leaves the gradients zero."""
-
     def winners(self) -> Winners:
         return Winners(self._ids, self._grads)
 
@@ -64,8 +59,6 @@ class RankedSelector(Selector):
 class AllocatedSelector(Selector):
     """Selects by a selector of its own for each module with a budget of its own, and one for all other tensors."""
 
-    batches_small = False
-
     def __init__(self, own: Mapping[MaskedTensor, Any]) -> None:
         self._own, self._all = own, list(dict.fromkeys(own.values()))
 
@@ -75,9 +68,6 @@ class AllocatedSelector(Selector):
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         own = self._own.get(tensor)
         return gradient.take(tensor.indices) if own is None else own.offer(tensor, gradient)
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        """Nothing is to be noted of an empty gradient."""
 
     def winners(self) -> Winners:
         parts = [selector.winners() for selector in self._all]
@@ -201,9 +191,6 @@ class AccumulatingSelector(Selector):
             for tensor, own in zip(some.tensors, parts, strict=True):
                 self._own[tensor] += own
         self._selector.offer_small(small)
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        self._selector.skip(tensor)
 
     def winners(self) -> Winners:
         ranks = num_ranks()

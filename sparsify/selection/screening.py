@@ -79,7 +79,7 @@ Product.sampler = staticmethod(sampled)
 class StreamingSelector(Selector):
     """Selects the best entries on one rank by a ``TopK`` or a ``DeviceTopK``, screened where that pays."""
 
-    batches_small = True  # whether it may be offered the small tensors together, after the others
+    batches_small = True
     _topk: Any
 
     def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool) -> None:
@@ -99,9 +99,6 @@ class StreamingSelector(Selector):
         wanted, dense = self._compute(tensor, gradient, excluded)
         self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
         return wanted
-
-    def skip(self, tensor: MaskedTensor) -> None:
-        """Takes note that a tensor's gradient is empty, for want of tokens."""
 
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         """Takes the whole gradients of all small tensors, by device, at the end of a pass."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsify.core.devices import upload
-from sparsify.core.gradients import DenseGradient, Gradient
+from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import matrix_shape
@@ -33,10 +33,9 @@ class BatchingPass(Pass):
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         selector: Any = self.selector
-        if not gradient.numel:
-            if selector is not None:
-                selector.skip(tensor)
-        elif is_small(tensor) and (selector is None or selector.batches_small) and tensor not in self.settled:
+        if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
+            gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
+        if is_small(tensor) and (selector is None or selector.batches_small) and tensor not in self.settled:
             self.settled.add(tensor)
             self._small[gradient.device].add(tensor, gradient)
         else:
