@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +33,7 @@ from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.settings import extend as extend_run
 from sparsify.training.state import trained_state_of
 from sparsify.training.summary import Summary, num_parameters, summarize
-from sparsify.training.weights import BaseWeights
-
-Model = TypeVar("Model", bound=nn.Module)
+from sparsify.training.weights import BaseWeights, Model
 
 
 def sparsify(
@@ -136,12 +133,11 @@ def sparsify(
     if isinstance(strategy.selection, Prune):
         zero_others(selectable, strategy.selection, selected)  # the pruned model is the base
     more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
-    install(
-        Plan(
-            model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
-            (*new_names, *resized), buffer_digests, seed,
-        )
+    plan = Plan(
+        model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
+        (*new_names, *resized), buffer_digests, seed,
     )  # fmt: skip
+    install(plan)
     return model
 
 
@@ -350,6 +346,4 @@ def _check_calibration(strategy: str | Strategy, calibration: Calibration | None
     if not calibrates and (calibration is not None or loss_fn is not None):
         raise SparsifyError(f"calibration= and loss_fn= are not used by {strategy!r}; leave them out.")
     if calibrates and calibration is None:
-        raise SparsifyError(
-            f"{strategy!r} chooses by gradients before training; pass calibration=, batches or a function."
-        )
+        raise SparsifyError(f"{strategy!r} needs gradients before training; pass calibration=, batches or a function.")

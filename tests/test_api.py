@@ -36,7 +36,7 @@ BAD_CALLS = [
     ({"schedule": 3}, r"schedule=3; expected a name"),
     ({"modules_to_save": ["hed"]}, r"modules_to_save: 'hed' matches no module"),
     ({"target_modules": ["head"], "exclude_modules": ["head"]}, r"no trainable parameter is left"),
-    ({"strategy": "fish"}, r"chooses by gradients before training; pass calibration="),
+    ({"strategy": "fish"}, r"needs gradients before training; pass calibration="),
     ({"calibration": BATCHES}, r"calibration= and loss_fn= are not used by Strategy\(importance=D3"),
     ({"strategy": "fish", "calibration": lambda model: None}, r"the calibration gave no candidate a gradient"),
     ({"strategy": "d3-repeat", "steps": None}, r"pass steps=, or Repeat\(capacity=\.\.\.\)"),

@@ -51,12 +51,9 @@ def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
     settings: dict[str, Any] = as_json(config.to_dict())
     if not any(_MAY_BACKTRACK.search(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
         return settings
-    names = [
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer")
-        and any(adapter in getattr(module, part, ()) for part in getattr(module, "adapter_layer_names", ()))
-    ]
+    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
+    parts = [(name, layer, part) for name, layer in layers for part in getattr(layer, "adapter_layer_names", ())]
+    names = dict.fromkeys(name for name, layer, part in parts if adapter in getattr(layer, part, ()))
     dropped = [key for key in ("exclude_modules", "layers_to_transform", "layers_pattern") if key in settings]
     return {**settings, **dict.fromkeys(dropped), "target_modules": "|".join(map(re.escape, names))}
 

@@ -243,10 +243,8 @@ def _places_of(layer: Any, kind: dict[str, Any]) -> list[Place]:
     if _is_post_norm(layer) and _is_post_norm(getattr(layer, "attention", None)):  # BERT's
         attentions = [name for name in ("attention", "crossattention") if both and hasattr(layer, name)]
         parts = {f"{name}.output": getattr(layer, name).output for name in attentions} | {"output": layer.output}
-        return [
-            _place(path, part.LayerNorm if sees_sum else part.dropout, part.LayerNorm, sees_sum)
-            for path, part in parts.items()
-        ]
+        hooked = "LayerNorm" if sees_sum else "dropout"
+        return [_place(path, getattr(part, hooked), part.LayerNorm, sees_sum) for path, part in parts.items()]
     blocks: Any = getattr(layer, "layer", None)
     is_t5 = isinstance(blocks, nn.ModuleList) and len(blocks) and hasattr(blocks[-1], "DenseReluDense")
     if is_t5 and {"layer_norm", "dropout"} <= set(blocks[0]._modules):

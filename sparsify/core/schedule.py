@@ -50,16 +50,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise SparsifyError(
-                f"unknown schedule {self.shape!r}; expected one of {', '.join(SHAPES)}."
-                f"{did_you_mean(self.shape, SHAPES)}"
-            )
+            near = did_you_mean(self.shape, SHAPES)
+            raise SparsifyError(f"unknown schedule {self.shape!r}; expected one of {', '.join(SHAPES)}.{near}")
         if type(self.every) is not int or self.every < 1:
             raise SparsifyError(f"every={self.every!r} steps; expected an int of at least 1 (1 unmasks at each step).")
         if isinstance(self.until, bool) or not isinstance(self.until, (int, float)) or not 0 < self.until <= 1:
-            raise SparsifyError(
-                f"until={self.until!r}; expected a share of the steps in (0, 1], 1.0 to unmask until the last step."
-            )
+            raise SparsifyError(f"until={self.until!r}; expected a share of the steps in (0, 1], 1.0 for all of them.")
 
     def target(self, step: int, steps: int, budget: int) -> int:
         """Number of entries unmasked after a step, from 0, of T planned ``steps``; it may lie beyond the plan.

@@ -71,10 +71,8 @@ class CheckReport:
             verdict = "names and shapes fit, and nothing else ties the delta to this base"
         if self.unchecked:
             number = counted(len(self.unchecked), "tensor")
-            verdict = (
-                f"names and shapes fit; the base has {number} (`{self.unchecked[0]}`) in another dtype than the delta "
-            )
-            verdict += "was trained on, or not quantized as then, so the values there cannot be checked"
+            verdict = f"names and shapes fit; the base has {number} (`{self.unchecked[0]}`) in another dtype than the "
+            verdict += "delta was trained on, or not quantized as then, so the values there cannot be checked"
         missing = f", {len(self.missing)} of them not in the base" if self.missing else ""
         whole = f" {counted(self.whole, 'tensor')} stored whole{missing}." if self.whole else ""
         return f"{what}: {verdict}.{whole}"
@@ -312,10 +310,8 @@ def _write_index(
         safetensors.torch.save_file(own, folder / file_names[-1], metadata={"format": "pt"})
         weight_map |= dict.fromkeys(new, file_names[-1])
     stored = checkpoint.stored.values()
-    metadata |= {
-        "total_parameters": sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values()),
-        "total_size": sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values()),
-    }
+    metadata["total_parameters"] = sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values())
+    metadata["total_size"] = sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values())
     _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

@@ -348,9 +348,7 @@ class Applicable(ABC):
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
         if model not in self._applied:
-            raise SparsifyError(
-                "this delta is not applied to this model: pass the object that `apply` got, not a copy."
-            )
+            raise SparsifyError("this delta is not applied to the model: pass the object that `apply` got, not a copy.")
         with uninterrupted(), undone(self._applied[model], model):
             del self._applied[model]
         return model

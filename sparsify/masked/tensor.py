@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsify.common.shards import is_shard, read_entries, read_own_entries, write_own_entries
+from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
 from sparsify.core.devices import put, upload
 from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.tensor import MaskedTensor
@@ -64,8 +64,7 @@ class ModelTensor(MaskedTensor):
     @property
     def weight(self) -> Tensor:
         """The effective values, detached; gathered from all ranks where they are sharded."""
-        values = self.parameter.detach()
-        return values.full_tensor() if is_shard(values) else values
+        return full_values(self.parameter)
 
     @property
     def base_weight(self) -> Tensor:

@@ -41,6 +41,4 @@ from sparsify.peft.tuner import SparseModel  # noqa: E402
 __all__ = ["SparseConfig"]
 
 if PEFT_TYPE not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
-    peft.utils.register_peft_method(
-        name=PEFT_TYPE.lower(), config_cls=SparseConfig, model_cls=SparseModel, prefix=DELTAS
-    )
+    peft.utils.register_peft_method(name="sparsify", config_cls=SparseConfig, model_cls=SparseModel, prefix=DELTAS)

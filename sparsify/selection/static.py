@@ -159,9 +159,8 @@ def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], b
     for name, given in support.items():
         tensor, problem = by_name.get(plain_name(name)), None
         if tensor is None:
-            raise SparsifyError(
-                f"the given set has `{name}`, which is no candidate of this model, as `{next(iter(by_name))}` is."
-            )
+            other = next(iter(by_name))
+            raise SparsifyError(f"the given set has `{name}`, which is no candidate of this model, as `{other}` is.")
         entries = torch.as_tensor(given).detach().cpu()
         if entries.dtype == torch.bool and entries.shape == tensor.shape:
             entries = entries.flatten().nonzero().squeeze(1)
@@ -251,9 +250,7 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
 def _examples(batch: Any) -> list[Any]:
     """Splits a batch into batches of one; values other than tensors of the batch's length are in each of them."""
     if not isinstance(batch, Mapping):
-        raise SparsifyError(
-            f"a calibration batch is a {type(batch).__name__}; expected a dict of tensors, or a function."
-        )
+        raise SparsifyError(f"a calibration batch is a {type(batch).__name__}; expected a dict, or a function.")
     size = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
     cut = [key for key, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == size]
     return [{key: v[i : i + 1] if key in cut else v for key, v in batch.items()} for i in range(size)]

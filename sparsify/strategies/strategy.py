@@ -266,10 +266,8 @@ def resolve_schedule(schedule: str | Schedule) -> Schedule:
         return schedule
     if isinstance(schedule, str) and schedule in SCHEDULES:
         return SCHEDULES[schedule]
-    raise SparsifyError(
-        f"schedule={schedule!r}; expected a name ({', '.join(SCHEDULES)}) or a Schedule."
-        f"{did_you_mean(schedule, SCHEDULES)}"
-    )
+    near = did_you_mean(schedule, SCHEDULES)
+    raise SparsifyError(f"schedule={schedule!r}; expected a name ({', '.join(SCHEDULES)}) or a Schedule.{near}")
 
 
 def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> dict[str, tuple[str, int]]:

@@ -50,13 +50,6 @@ READ_OUTSIDE = (
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
 
 
-class _Forward(threading.local):
-    """The root's forward passes in one thread that have begun and not ended."""
-
-    def __init__(self) -> None:
-        self.running: list[int] = []  # by the backward passes around them, as cached losses run it; or -1
-
-
 class Engine(TrainingStep):
     """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
@@ -88,7 +81,8 @@ class Engine(TrainingStep):
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
-        self._forward = _Forward()
+        # the root's forward passes, by the backward passes around them, as cached losses run it; or -1
+        self._forward = optimizer_steps.Begun()
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
         self._warned_of_read = False
@@ -105,7 +99,7 @@ class Engine(TrainingStep):
         return {**self.__dict__, **open_now, "_lock": None, "_forward": None, "current_root": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _forward=_Forward())
+        self.__dict__.update(state, _lock=threading.RLock(), _forward=optimizer_steps.Begun())
         listen(self)
 
     def start(self, selected: Tensor) -> None:
@@ -160,7 +154,7 @@ class Engine(TrainingStep):
     @property
     def in_forward(self) -> bool:  # type: ignore[override]
         """Whether the root runs forward, or a part of it is recomputed."""
-        return bool(self._forward.running) or torch._C._current_graph_task_id() != -1
+        return bool(self._forward.begun) or torch._C._current_graph_task_id() != -1
 
     @property
     def around_forward(self) -> int:  # type: ignore[override]
@@ -168,7 +162,7 @@ class Engine(TrainingStep):
         # nothing is recomputed in a node that saves nothing: the hook of a leaf, as a cached loss is one, runs a model
         if graph != -1 and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad":
             return graph
-        return self._forward.running[-1] if self._forward.running else -1
+        return self._forward.begun[-1] if self._forward.begun else -1
 
     def enter(self) -> None:
         """The root's forward begins: refreshes the weights and makes a root anchor for compiled parts."""
@@ -180,16 +174,16 @@ class Engine(TrainingStep):
                 self.weights.freeze()
                 self.refresh()
             super().root_anchor()
-            self._forward.running.append(torch._C._current_graph_task_id())
+            self._forward.begun.append(torch._C._current_graph_task_id())
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
         self.compiled.leave()
         if not torch.compiler.is_dynamo_compiling():
-            del self._forward.running[-1:]
+            del self._forward.begun[-1:]
 
     def root_anchor(self) -> Tensor:
-        if self._forward.running and self.current_root is not None:  # the root's forward has checked it
+        if self._forward.begun and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output
         check_not_exported()
         return super().root_anchor()
@@ -307,7 +301,7 @@ class Engine(TrainingStep):
             optimizer_steps.note_counted(self)
             self._counted_by_hook = optimizer is not None
             self._moves = 0
-            self._forward.running.clear()  # forward passes that were interrupted have not left
+            self._forward.begun.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             super().optimizer_stepped()
         if optimizer is not None and not torch.compiler.is_dynamo_compiling():

@@ -95,9 +95,7 @@ class Exporter:
         if budget is None:
             budget = engine.unmasked
         elif isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= engine.unmasked:
-            raise SparsifyError(
-                f"budget={budget!r}; expected an int between 1 and the {engine.unmasked:,} entries unmasked so far."
-            )
+            raise SparsifyError(f"budget={budget!r}; expected an int, 1 to {engine.unmasked:,}, the entries so far.")
         parameters = dict(engine.root.named_parameters())
         there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
         masked = [tensor for tensor in engine.tensors if id(tensor.parameter) in there]
@@ -240,15 +238,11 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
     not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
-    dtypes = {
-        str(parameter.dtype).removeprefix("torch.")
-        for name, parameter in engine.root.named_parameters()
-        if name not in not_the_bases and parameter.is_floating_point()
-    }
+    of_base = (parameter for name, parameter in engine.root.named_parameters() if name not in not_the_bases)
     return {
         "base_model_name_or_path": _base_name(model_config),
         "base_model_revision": getattr(model_config, "_commit_hash", None),
-        "base_dtypes": sorted(dtypes),
+        "base_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in of_base if p.is_floating_point()}),
         "architecture": type(model).__name__,
         "model_config": _head_config(model_config) if engine.dense_names else {},
         "strategy": engine.strategy.to_dict(),

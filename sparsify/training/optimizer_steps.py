@@ -38,15 +38,15 @@ class _Step:
         self.gradients = gradients  # that were noted before it
 
 
-class _Steps(threading.local):
-    """The steps of this thread that have begun and not ended, the outermost first; those that failed are among them."""
+class Begun(threading.local):
+    """What has begun in this thread and not ended, the outermost first; what failed is among it."""
 
     def __init__(self) -> None:
-        self.begun: list[_Step] = []
+        self.begun: list[Any] = []
 
 
 _HOOKS: list[Any] = []
-_STEPS = _Steps()
+_STEPS = Begun()  # a _Step each
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 _GRADIENTS: _Gradients = weakref.WeakKeyDictionary()

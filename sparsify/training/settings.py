@@ -89,10 +89,8 @@ def extend(
     new_steps = engine.steps if steps is None else steps
     check_steps(steps)
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
-        raise SparsifyError(
-            f"extend(budget={budget!r}, steps={steps!r}) of a run with budget={engine.budget:,} and "
-            f"steps={engine.steps}; expected no less of either."
-        )
+        run = f"a run with budget={engine.budget:,} and steps={engine.steps}"
+        raise SparsifyError(f"extend(budget={budget!r}, steps={steps!r}) of {run}; expected no less of either.")
     schedule = engine.policy.schedule
     capacity = kept + resolve_capacity(new_budget - kept, engine.strategy, schedule, new_steps, candidates)
     is_longer = capacity > engine.values.numel()
@@ -121,11 +119,9 @@ def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | 
     for group in optimizer.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
     if old in optimizer.state:
-        state = optimizer.state.pop(old)
-        optimizer.state[new] = {
-            name: pad(value, more) if isinstance(value, Tensor) and value.shape == old.shape else value
-            for name, value in state.items()
-        }
+        state = optimizer.state[new] = optimizer.state.pop(old)
+        of_entries = [name for name, own in state.items() if isinstance(own, Tensor) and own.shape == old.shape]
+        state |= {name: pad(state[name], more) for name in of_entries}
 
 
 def _unpacked(packed: Tensor) -> dict[str, Any]:

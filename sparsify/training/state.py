@@ -108,10 +108,8 @@ def _was_frozen(engine: Engine) -> bool:
     if engine.paused:
         return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
-    return any(
-        parameter.requires_grad and id(parameter) not in own and name not in engine.dense_names
-        for name, parameter in engine.root.named_parameters()
-    )
+    others = {name for name, p in engine.root.named_parameters() if p.requires_grad and id(p) not in own}
+    return not others <= set(engine.dense_names)
 
 
 def _refuse_frozen(grad: Tensor) -> None:
@@ -242,15 +240,12 @@ def write_trained_state(
 ) -> None:
     """Writes :func:`trained_state_of` into a file that ``load_state_dict`` takes, and ``from_pretrained`` refuses."""
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
-    metadata = {"format": "pt", "sparsify": "trained state", **metadata}
-    replace_file(file, safetensors.torch.save(state | _placeholder(engine, model), metadata))
-
-
-def _placeholder(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
-    """An empty tensor for a weight that was left out: transformers refuses it, where it would draw a missing one."""
     needed = _needed(engine)
-    names = [name for name, _ in engine.root.named_parameters() if name not in needed]
-    return {_prefix(engine, model) + name: torch.empty(0) for name in names[:1]}
+    left_out = [name for name, _ in engine.root.named_parameters() if name not in needed]
+    # an empty tensor for one of these: transformers refuses it, where it would draw a missing one
+    state |= {_prefix(engine, model) + name: torch.empty(0) for name in left_out[:1]}
+    metadata = {"format": "pt", "sparsify": "trained state", **metadata}
+    replace_file(file, safetensors.torch.save(state, metadata))
 
 
 def _prefix(engine: Engine, model: nn.Module) -> str:

@@ -103,7 +103,7 @@ def test_the_model_is_left_as_it_was(importance, calibration):
     [
         (D3(), [{"input": torch.ones(3, 2)}], r"made no loss of a batch with \['input'\]; put labels"),
         (D3(), {"input": torch.ones(3, 2)}, r"calibration= is a single dict; expected several, as in \[batch\]"),
-        (Fisher(), [torch.ones(3, 2)], "a calibration batch is a Tensor; expected a dict of tensors, or a function"),
+        (Fisher(), [torch.ones(3, 2)], "a calibration batch is a Tensor; expected a dict, or a function"),
         (D3(), [], "the calibration gave no candidate a gradient; pass labels"),
     ],
 )
