@@ -150,10 +150,9 @@ def new_values(
     """The trained values (count,) in the base's dtype, from the base's values (count,); raises for another base."""
     is_base = is_verified(delta, old)
     if (delta.quantization or "").endswith(TRANSPOSED) and not (is_base or is_quantized):
-        raise BaseMismatchError(
-            f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other "
-            f"values: load the base quantized as in training, or dequantize that, in {delta.dtype}."
-        )
+        problem = f"was transposed when it was quantized (transformers' Conv1D), and {place} holds other values"
+        remedy = f"load the base quantized as in training, or dequantize that, in {delta.dtype}."
+        raise BaseMismatchError(f"tensor `{name}` {problem}: {remedy}")
     # warnings have the same words for every tensor, so that Python shows them once
     if is_quantized and delta.quantization is None:
         text = f"the delta was trained on weights that were not quantized, and {place} holds quantized ones, which "
@@ -201,10 +200,9 @@ def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
 
 def check_has_values(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
-        raise SparsifyError(
-            f"tensor `{name}` is on the meta device and has no values: it was offloaded (device_map, cpu_offload()) or "
-            "never loaded. Load the whole model into memory, or offload what `delta.merge(base, out)` writes."
-        )
+        problem = "on the meta device and has no values: it was offloaded (device_map, cpu_offload()) or never loaded"
+        remedy = "Load the whole model into memory, or offload what `delta.merge(base, out)` writes."
+        raise SparsifyError(f"tensor `{name}` is {problem}. {remedy}")
 
 
 def check_fits(
@@ -348,7 +346,7 @@ class Applicable(ABC):
             SparsifyError: when the delta is not applied to the model, or the entries do not hold its values any more.
         """
         if model not in self._applied:
-            raise SparsifyError("this delta is not applied to the model: pass the object that `apply` got, not a copy.")
+            raise SparsifyError("this delta is not applied to this model: pass the object that `apply` got, no copy.")
         with uninterrupted(), undone(self._applied[model], model):
             del self._applied[model]
         return model

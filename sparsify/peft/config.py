@@ -78,10 +78,9 @@ class SparseConfig(PeftConfig):
         if self.modules_to_save is not None:
             self.modules_to_save = list(self.modules_to_save)  # to which PEFT adds heads
         if self.layers_to_transform is not None and not isinstance(self.target_modules, (list, tuple, set)):
-            raise SparsifyError(
-                f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}; "
-                'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
-            )
+            problem = f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}"
+            expected = 'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
+            raise SparsifyError(f"{problem}; {expected}")
         self.lora = None if self.lora is None else _checked(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
             self._resolve()
@@ -99,10 +98,9 @@ class SparseConfig(PeftConfig):
         if self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR)):
             names = [name for name, _ in model.named_modules() if check_target_module_exists(self, name)]
             if not names:
-                raise SparsifyError(
-                    f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r} match no module "
-                    "of the model; give numbers of its layers from 0, and layers_pattern if their list is not found."
-                )
+                given = f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r}"
+                remedy = "give numbers of its layers from 0, and layers_pattern if their list is not found."
+                raise SparsifyError(f"{given} match no module of the model; {remedy}")
             inner = [f"{name}.base_layer" * hasattr(model.get_submodule(name), "base_layer") or name for name in names]
             targets = "|".join(map(re.escape, inner))  # of layers that LoRA has wrapped
         own = {name: getattr(self, name) for name in _SAME}

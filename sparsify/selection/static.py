@@ -119,29 +119,25 @@ def _candidates(tensor: MaskedTensor) -> Tensor:
 def _check_budget(ranked: Sequence[ModelTensor], strategy: Strategy, budget: int, kept: int) -> None:
     available = sum(tensor.num_candidates for tensor in ranked)
     if not available:
-        raise SparsifyError(
-            f"{strategy.importance} with {strategy.selection} finds nothing to prune: no candidate that it covers has "
-            "two dimensions; expected trainable matrices, such as an adapter's projections."
-        )
+        problem = "finds nothing to prune: no candidate that it covers has two dimensions"
+        expected = "expected trainable matrices, such as an adapter's projections."
+        raise SparsifyError(f"{strategy.importance} with {strategy.selection} {problem}; {expected}")
     if not kept < budget <= kept + available:
-        raise SparsifyError(
-            f"budget={budget:,} with {strategy.selection}: biases, norms and other vectors are trained whole and take "
-            f"{kept:,} entries of it; expected {kept + 1:,} to {kept + available:,}, or freeze the vectors before."
-        )
+        vectors = f"biases, norms and other vectors are trained whole and take {kept:,} entries of it"
+        expected = f"expected {kept + 1:,} to {kept + available:,}, or freeze the vectors before."
+        raise SparsifyError(f"budget={budget:,} with {strategy.selection}: {vectors}; {expected}")
 
 
 def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: int, found: int) -> str:
     share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
     score = "score above 0 in the calibration" if importance.uses_gradient else "finite score"
     zeros = [tensor.name for tensor in tensors if isinstance(importance, SNIP) and not tensor.weight.any()]
-    reason = (
-        f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
-        f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
-    ) if zeros else ""  # fmt: skip
-    return (
-        f"{share}, but the importance {importance.name!r} gave only {found:,} entries a {score} (NaN and infinite ones "
-        f"do not count); correct it if it is yours, give the calibration more examples, or lower the budget.{reason}"
-    )
+    remedy = "correct it if it is yours, give the calibration more examples, or lower the budget."
+    if zeros:
+        remedy += f" SNIP scores abs(weight x grad), and {len(zeros)} of {len(tensors)} tensors are all zeros, such as "
+        remedy += f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
+    problem = f"the importance {importance.name!r} gave only {found:,} entries a {score}"
+    return f"{share}, but {problem} (NaN and infinite ones do not count); {remedy}"
 
 
 def _interleave(parts: Sequence[Tensor]) -> Tensor:
@@ -237,10 +233,9 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
         if dims and dims.get("input_ids", 2) > 1 and dims.get("labels", dims.get("label", 1)) > 0:
             raise  # it does not look like one row of a dataset
         kinds = [f"`{n}` is a {f'Tensor {[*v.shape]}' if n in dims else type(v).__name__}" for n, v in batch.items()]
-        raise SparsifyError(
-            f"calibration= got single rows of a dataset, and expects batches of tensors: {', '.join(kinds)}. Pass a "
-            "DataLoader, such as DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))."
-        ) from error
+        problem = f"calibration= got single rows of a dataset, and expects batches of tensors: {', '.join(kinds)}"
+        loader = "DataLoader(dataset, batch_size=8, collate_fn=DataCollatorWithPadding(tokenizer))"
+        raise SparsifyError(f"{problem}. Pass a DataLoader, such as {loader}.") from error
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None or loss.numel() != 1:
         raise SparsifyError(f"the model made no loss of a batch with {[*batch]}; put labels into it, or pass loss_fn=.")

@@ -171,19 +171,16 @@ class Strategy:
         if not isinstance(self.selection, Selection):
             raise SparsifyError(f"selection={self.selection!r}; expected an object such as Increment() or Static().")
         if not isinstance(self.importance, Importance) and not isinstance(self.selection, Given):
-            raise SparsifyError(
-                f"importance={self.importance!r} with {self.selection}; expected an object such as D3() or "
-                "Magnitude(), or what register_importance(name) makes of a function of (weight, grad)."
-            )
+            expected = "an object such as D3(), or what register_importance(name) makes of a function of (weight, grad)"
+            raise SparsifyError(f"importance={self.importance!r} with {self.selection}; expected {expected}.")
         selection: Any = self.selection
         divides = isinstance(selection, Increment) and isinstance(selection.allocation, dict)
         if divides and not getattr(self.importance, "uses_gradient", False):
             problem = f"{self.importance} with {selection} and budgets of modules"
             raise SparsifyError(f"{problem}; expected an importance of gradients, or Static().")
         if isinstance(self.selection, Prune) and self.importance == Magnitude(largest=False):
-            raise SparsifyError(
-                f"{self.importance} with {self.selection} would remove the large weights; take Magnitude(largest=True)."
-            )
+            problem = f"{self.importance} with {selection} would remove the large weights"
+            raise SparsifyError(f"{problem}; take Magnitude(largest=True).")
 
     @property
     def calibrates(self) -> bool:
@@ -224,10 +221,9 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
     if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
     names = [*PRESETS, "full"]  # the latter selects nothing: sparsify() takes it by itself
-    raise SparsifyError(
-        f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, a Strategy(importance=..., "
-        f"selection=...), or a set of entries such as delta.support.{did_you_mean(strategy, names)}"
-    )
+    others = "a Strategy(importance=..., selection=...), or a set of entries such as delta.support."
+    near = did_you_mean(strategy, names)
+    raise SparsifyError(f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, {others}{near}")
 
 
 def _to_dict(part: Any) -> dict[str, Any] | None:
@@ -321,16 +317,14 @@ def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping
     if budget is None and isinstance(importance, Bias):
         return available
     if isinstance(budget, bool) or not isinstance(budget, Real):
-        raise SparsifyError(
-            f"{of}budget={budget!r} with {importance}; expected a number of entries, 1 to {available:,}, or a share of "
-            "the candidates, a float in (0, 1). Only bitfit and full need no budget."
-        )
+        expected = f"a number of entries, 1 to {available:,}, or a share of the candidates, a float in (0, 1)"
+        problem = f"{of}budget={budget!r} with {importance}"
+        raise SparsifyError(f"{problem}; expected {expected}. Only bitfit and full need no budget.")
     if not isinstance(budget, Integral):
         if not 0 < budget < 1 or budget * available < 1:
-            raise SparsifyError(
-                f"{of}budget={budget!r} is a float and so a share: of {available:,} candidates it has to be in (0, 1) "
-                f"and not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
-            )
+            least = f"not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
+            share = f"{of}budget={budget!r} is a float and so a share: of {available:,} candidates"
+            raise SparsifyError(f"{share} it has to be in (0, 1) and {least}")
         budget = int(budget * available)
     if not 1 <= budget <= available:
         raise SparsifyError(f"{of}budget={budget:,} entries; expected 1 to {available:,}, the number of candidates.")

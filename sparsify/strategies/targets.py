@@ -76,10 +76,9 @@ def find_targets(
         if packed := is_quantized(parameter):
             quantized.append(module_name)
             if inside := sorted(holders & to_save):
-                raise SparsifyError(
-                    f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole: leave it out "
-                    f"of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
-                )
+                problem = f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole"
+                remedy = f"leave it out of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
+                raise SparsifyError(f"{problem}: {remedy}")
         can_train = (parameter.requires_grad and parameter.numel()) or (packed and takes_quantized)
         if holders & dense and (tied := sorted(holders & (excluded - dense))):
             raise SparsifyError(f"`{name}` is in modules_to_save, and tied to `{tied[0]}` in exclude_modules.")
@@ -125,32 +124,24 @@ def _find_rows(
 
 def _nothing_left(parameters: Iterable[nn.Parameter], target_modules: Pattern) -> str:
     if not any(parameter.requires_grad for parameter in parameters):
-        return (
-            "no parameter of the model requires grad; call model.requires_grad_(True) before sparsify(). Quantized "
-            'weights cannot; name the layers to train with target_modules, such as "all-linear".'
-        )
-    return (
-        f"no trainable parameter is left: target_modules={target_modules!r} (less exclude_modules and modules_to_save) "
-        "matches no module with parameters that require grad; name modules that own weights, such as the linear layers."
-    )
+        remedy = 'Quantized weights cannot; name the layers to train with target_modules, such as "all-linear".'
+        return f"no parameter of the model requires grad; call model.requires_grad_(True) before sparsify(). {remedy}"
+    problem = f"target_modules={target_modules!r} (less exclude_modules and modules_to_save) matches no module with"
+    remedy = "name modules that own weights, such as the linear layers."
+    return f"no trainable parameter is left: {problem} parameters that require grad; {remedy}"
 
 
 def _warn_of_frozen(matched: set[str], candidates: Iterable[Candidate]) -> None:
     if empty := sorted(matched - {holder for candidate in candidates for holder, _, _ in candidate.owners}):
-        warnings.warn(
-            f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them hold none that "
-            f"requires grad and stay frozen: {listed(empty)}.",
-            stacklevel=4,
-        )
+        found = f"target_modules matched {len(matched)} modules with parameters; {len(empty)} of them"
+        warnings.warn(f"{found} hold none that requires grad and stay frozen: {listed(empty)}.", stacklevel=4)
 
 
 def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
     if all(parameter.requires_grad for parameter, places in owners.items() if places[0][0] not in quantized):
-        warnings.warn(
-            f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To "
-            'train entries of them too, name their layers with target_modules, such as "all-linear".',
-            stacklevel=4,
-        )
+        frozen = f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}."
+        remedy = 'To train entries of them too, name their layers with target_modules, such as "all-linear".'
+        warnings.warn(f"{frozen} {remedy}", stacklevel=4)
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
@@ -167,10 +158,9 @@ def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
         pair = [furthest[1], name]
         if start < furthest[0] and not trained.isdisjoint(pair):
             first, other = pair if pair[0] in trained else pair[::-1]
-            raise SparsifyError(
-                f"`{first}` shares its memory with `{other}`, and each would overwrite the other's entries; "
-                "untie them, or make them one parameter (PEFT ties adapters so with ensure_weight_tying=True)."
-            )
+            problem = f"`{first}` shares its memory with `{other}`, and each would overwrite the other's entries"
+            remedy = "untie them, or make them one parameter (PEFT ties adapters so with ensure_weight_tying=True)."
+            raise SparsifyError(f"{problem}; {remedy}")
         furthest = max(furthest, (end, name))
 
 
@@ -214,10 +204,8 @@ def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bo
     if is_regex and get_close_matches(pattern.lower(), [ALL_LINEAR], cutoff=0.8):
         return f"{argument}={pattern!r} matches no module of the model. Did you mean {ALL_LINEAR!r}?"
     if is_regex and (number := sum(_is_end(pattern, name) for name in names)):
-        return (
-            f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name. Pass a "
-            f"list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
-        )
+        problem = f"{argument}={pattern!r} matches no module: a string is a regular expression for the whole name"
+        return f"{problem}. Pass a list, {argument}=[{pattern!r}], to match the ends of names ({number:,} here)."
     last_parts = {name.rsplit(".", 1)[-1] for name in names if name}
     near = get_close_matches(pattern.rsplit(".", 1)[-1], last_parts, n=3, cutoff=0.5)
     hint = f" Near names: {', '.join(near)}." if near else f" Modules here: {', '.join(sorted(last_parts)[:12])}."

@@ -70,10 +70,9 @@ def agree(entries: Entries, ranks: Ranks, winners: Winners, finite: Tensor) -> t
     if not same_deltas:
         raise SparsifyError(f"the ranks differ in their flat delta. {_AVERAGE}")
     if is_finite and not same_winners:
-        raise SparsifyError(
-            "the ranks chose different entries from the same gradients, so their weights are not the same or their "
-            "hardware rounds differently; sparsify.integrations.distributed.check_ranks(model) tells which."
-        )
+        reason = "their weights are not the same or their hardware rounds differently"
+        remedy = "sparsify.integrations.distributed.check_ranks(model) tells which."
+        raise SparsifyError(f"the ranks chose different entries from the same gradients, so {reason}; {remedy}")
     return sizes, bool(is_finite)
 
 
@@ -104,10 +103,9 @@ def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
     sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]
     sharded += [name for name, module in root.named_modules() if is_fully_sharded(module)]
     if sharded:
-        raise SparsifyError(
-            f"`{sharded[0]}` is sharded, but not the model that was sparsified; call fully_shard() on its blocks and "
-            f"then on the very model that was given to sparsify(), with ignored_params={{model.{VALUES}}}."
-        )
+        remedy = "call fully_shard() on its blocks and then on the very model that was given to sparsify(), with"
+        remedy += f" ignored_params={{model.{VALUES}}}."
+        raise SparsifyError(f"`{sharded[0]}` is sharded, but not the model that was sparsified; {remedy}")
 
 
 @torch.no_grad()

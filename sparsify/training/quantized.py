@@ -39,10 +39,8 @@ def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
     pruned = isinstance(strategy.selection, Prune)
     if quantized and (pruned or strategy.calibrates):
         what = "cannot be pruned" if pruned else "has no dense gradient to calibrate by"
-        raise SparsifyError(
-            f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; take another strategy, such as "
-            "id3 or pafi, or leave quantized layers out with exclude_modules."
-        )
+        remedy = "take another strategy, such as id3 or pafi, or leave quantized layers out with exclude_modules."
+        raise SparsifyError(f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; {remedy}")
 
 
 def check_unchanged(tensors: Sequence[ModelTensor]) -> None:

@@ -77,10 +77,9 @@ def extend(
     engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
-        raise SparsifyError(
-            f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training. "
-            "Start afresh, or on what was learned: SparseDelta.from_model(model).apply(base), then sparsify(base, ...)."
-        )
+        problem = f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training"
+        learned = "SparseDelta.from_model(model).apply(base), then sparsify(base, ...)"
+        raise SparsifyError(f"{problem}. Start afresh, or on what was learned: {learned}.")
     if engine.selected:
         raise SparsifyError("extend() between a backward pass and its optimizer step; call it after the step.")
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors if tensor.rows is None}

@@ -152,10 +152,8 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        raise SparsifyError(
-            "the state dict was saved by an earlier version of sparsify; nothing was loaded. Export the delta by that "
-            "version, and go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...)."
-        )
+        remedy = "Export the delta by that, and go on: SparseDelta.load(path).apply(base), then sparsify(base, ...)."
+        raise SparsifyError(f"the state dict was saved by an earlier version of sparsify; nothing was loaded. {remedy}")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
@@ -266,10 +264,9 @@ def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[s
         here = tensor.take((own - tensor.offset).to(tensor.parameter.device)).cpu()
         dtype = torch.promote_types(here.dtype, values.dtype)
         if not torch.equal(here.to(dtype), values.to(dtype)):
-            raise BaseMismatchError(
-                f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from; "
-                "nothing was loaded: build the model from the same base, in the same dtype, and sparsify it as then."
-            )
+            other = f"`{tensor.name}` has other pretrained values than the model that this checkpoint was trained from;"
+            remedy = "build the model from the same base, in the same dtype, and sparsify it as then."
+            raise BaseMismatchError(f"{other} nothing was loaded: {remedy}")
 
 
 def _needed(engine: Engine) -> set[str]:

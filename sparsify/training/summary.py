@@ -49,18 +49,15 @@ class Verification:
         found = ((self.changed, "differ from the base at frozen entries"), (self.recast, "were cast since sparsify()"))
         problems = [f"{len(names)} tensors {problem}: {listed(names)}" for names, problem in found if names]
         if self.unmasked != self.expected:
-            problems.append(
-                f"{self.unmasked:,} entries are unmasked, the schedule says {self.expected:,} (some have no gradient)"
-            )
+            scheduled = f"the schedule says {self.expected:,} (some have no gradient)"
+            problems.append(f"{self.unmasked:,} entries are unmasked, {scheduled}")
         if self.passes_without_step:
-            problems.append(
-                f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted: the optimizer "
-                "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model))"
-            )
+            reason = "does not hold `sparse_values`, or is none of torch.optim's (call optimizer_stepped(model))"
+            passes = f"{self.passes_without_step:,} backward passes ran, and no optimizer step was counted"
+            problems.append(f"{passes}: the optimizer {reason}")
         problems += [self.unheld] if self.unheld else []
-        return "; ".join(problems) or (
-            f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
-        )
+        proof = f"{self.num_frozen:,} frozen entries are bit-equal to the base; {self.unmasked:,} unmasked as scheduled"
+        return "; ".join(problems) or proof
 
 
 @dataclass(frozen=True)

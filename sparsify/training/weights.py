@@ -213,17 +213,13 @@ class EffectiveWeights:
                 others += [tensor.name] if tensor.count else []
             values[slots] = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
         if plain and not self._entries.count:
-            warnings.warn(
-                "weights were loaded without entries into a sparsified model that has nothing unmasked: they are its "
-                "base now. To go on with a run, load its whole state_dict(), which SparsifyCallback has Trainers save.",
-                stacklevel=5,
-            )
+            loaded = "weights were loaded without entries into a sparsified model that has nothing unmasked"
+            remedy = "To go on with a run, load its whole state_dict(), which SparsifyCallback has Trainers save."
+            warnings.warn(f"{loaded}: they are its base now. {remedy}", stacklevel=5)
         if others:
-            warnings.warn(
-                f"other pretrained weights were loaded into {listed(others)}: they are the base there now, where the "
-                "same entries start again. Load pretrained weights before sparsify().",
-                stacklevel=5,
-            )
+            now = "they are the base there now, where the same entries start again"
+            loaded = f"other pretrained weights were loaded into {listed(others)}"
+            warnings.warn(f"{loaded}: {now}. Load pretrained weights before sparsify().", stacklevel=5)
         self.write(but=plain)
         self._entries.remember()
 

@@ -343,7 +343,7 @@ def test_reverting_what_is_not_applied_is_an_error(model, delta, unchanged):
         with pytest.raises(SparsifyError, match="this delta is not applied to this model"):
             call(model)
     delta.apply(model)
-    with pytest.raises(SparsifyError, match="pass the object that `apply` got, not a copy"):
+    with pytest.raises(SparsifyError, match="pass the object that `apply` got, no copy"):
         delta.revert(copy.deepcopy(model))
     delta.revert(model)
 
