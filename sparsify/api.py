@@ -194,12 +194,9 @@ get_unmasker = get_engine  # its name in earlier versions
 
 
 def extend(
-    model: nn.Module,
-    *,
-    budget: int | float | None = None,
-    steps: int | None = None,
+    model: nn.Module, *, budget: int | float | None = None, steps: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Continues a run with a larger budget, or for more steps, than it was begun with.
 
     The unmasked entries stay; the schedule becomes that of the new budget and steps. To be called between two steps, as

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import check_rebuilt, extend
 from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.entries import StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.merge import recorded_labels
 from sparsify.delta.quantized_delta import PACKED_FOLDER
@@ -29,11 +30,7 @@ _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # trans
 
 
 def load_model(
-    base: str | os.PathLike[str] | None,
-    delta: SparseDelta | str | os.PathLike[str],
-    *,
-    model_class: Any = None,
-    **kwargs: Any,
+    base: StrPath | None, delta: SparseDelta | StrPath, *, model_class: Any = None, **kwargs: Any
 ) -> nn.Module:
     """Loads a base with transformers and puts a delta onto it.
 

@@ -91,9 +91,8 @@ def load_adapters(model: insert.Model, folder: str | os.PathLike[str]) -> insert
     try:
         tensors = safetensors.torch.load_file(file)
     except (OSError, SafetensorError) as error:
-        raise SparsifyError(
-            f"{file} cannot be read ({error}); AdapterHub writes it with save_adapter(..., use_safetensors=True)."
-        ) from None
+        how = "AdapterHub writes it with save_adapter(..., use_safetensors=True)"
+        raise SparsifyError(f"{file} cannot be read ({error}); {how}.") from None
     for name in [*shapes, *tensors]:
         if name not in tensors:
             raise SparsifyError(f"{file} has no `{name}`, which {model_class} needs{near_names(name, tensors)}.")

@@ -98,13 +98,9 @@ class Adapters(nn.ModuleDict):
 
 
 def add_adapters(
-    model: Model,
-    kind: str = "pfeiffer",
-    reduction_factor: float = 16,
-    *,
-    adapter_name: str = "default",
+    model: Model, kind: str = "pfeiffer", reduction_factor: float = 16, *, adapter_name: str = "default",
     target_modules: Pattern = None,
-) -> Model:
+) -> Model:  # fmt: skip
     """Adds bottleneck adapters to a model of transformers, in place, freezes all but them and the head, and returns it.
 
     Places, parameter names, initial values and outputs are those of AdapterHub's ``adapters``. A task's head stays

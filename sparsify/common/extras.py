@@ -20,9 +20,8 @@ def require(module: str, *, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # it is installed, and one of its own dependencies is not
-        raise MissingExtraError(
-            f"`{error.name}` is not installed; it comes with: pip install 'sparsify-ft[{extra}]'", name=error.name
-        ) from None
+        remedy = f"it comes with: pip install 'sparsify-ft[{extra}]'"
+        raise MissingExtraError(f"`{error.name}` is not installed; {remedy}", name=error.name) from None
 
 
 def import_after(module: str, other: str) -> None:

@@ -62,10 +62,8 @@ class D3(Importance):
 
     def __post_init__(self) -> None:
         if not (self.eps > 0 and math.isfinite(self.eps) and math.isfinite(self.exp)):
-            raise SparsifyError(
-                f"D3 got exp={self.exp!r}, eps={self.eps!r}; exp must be finite and eps a finite number above 0. "
-                "The paper uses D3(exp=2, eps=1) for language understanding."
-            )
+            expected = "exp must be finite and eps a finite number above 0. The paper uses D3(exp=2, eps=1)"
+            raise SparsifyError(f"D3 got exp={self.exp!r}, eps={self.eps!r}; {expected} for language understanding.")
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:
         return grad.abs() / (weight.abs() + self.eps) ** self.exp

@@ -104,10 +104,8 @@ class IncrementPolicy(Policy):
         if not self.growing():
             return 0
         if self.steps is None:
-            raise SparsifyError(
-                "the number of training steps is not known, so there is no telling how many entries to unmask in this "
-                "one; pass steps= (optimizer steps, not batches) to sparsify(), set get_engine(model).steps, or give "
-                "the Hugging Face Trainer callbacks=[SparsifyCallback()]."
-            )
+            problem = "the number of training steps is not known, so there is no telling how many entries to unmask"
+            remedy = "pass steps= (optimizer steps, not batches) to sparsify(), set get_engine(model).steps, or give"
+            raise SparsifyError(f"{problem}; {remedy} the Hugging Face Trainer callbacks=[SparsifyCallback()].")
         kept, entries = self.kept, self.entries
         return self.schedule.quota(entries.step, self.steps, self.budget - kept, entries.count - kept)

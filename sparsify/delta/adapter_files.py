@@ -21,12 +21,11 @@ from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import read_header
 from sparsify.delta.entries import DeltaParts, StrPath
 from sparsify.delta.format import FILE_NAME
-from sparsify.delta.peft_files import CONFIG_NAME
+from sparsify.delta.peft_files import CONFIG_NAME, PREFIX
 from sparsify.errors import SparsifyError
 
 PEFT_TYPE = "SPARSIFY"
 WEIGHTS_NAME = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in PEFT's files
 LAYER, DELTAS = "delta_adapters", "sparse_values"  # a module of the model, and its modules by name of the adapter
 KEY = f"{PREFIX}{LAYER}.{DELTAS}._extra_state"
 

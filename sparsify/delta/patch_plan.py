@@ -82,11 +82,10 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
         if f"{owner}.original_module.{attribute}" in available:
             copy = f"`{owner}` is in PEFT's modules_to_save, whose copy of it would go on without the delta"
             raise SparsifyError(f"{copy}: apply the delta to the base first, and wrap it by PEFT then.")
-        raise BaseMismatchError(
-            f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}; "
-            f"{counted(len(missing), 'name')} missing in all. {_BUILD_MODULE if missing[0] in dense else _LOAD_BASE}"
-            f"{_NUMBERED if missing[0][0].isdecimal() else ''}"
-        )
+        problem = f"the model has no tensor `{missing[0]}`{near_names(missing[0], available)}"
+        remedy = _BUILD_MODULE if missing[0] in dense else _LOAD_BASE
+        remedy += _NUMBERED if missing[0][0].isdecimal() else ""
+        raise BaseMismatchError(f"{problem}; {counted(len(missing), 'name')} missing in all. {remedy}")
     targets = {name: available[plain] for name, plain in plain_names.items()}
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():

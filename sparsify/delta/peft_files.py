@@ -21,7 +21,7 @@ from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
 CONFIG_NAME = "adapter_config.json"
-_PREFIX = "base_model.model."  # of every name in PEFT's files
+PREFIX = "base_model.model."  # of every name in PEFT's files
 _MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
 # by method: the end of the names of values (count,); indices are rows and columns (2, count), or flat (count,)
@@ -81,7 +81,7 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
         pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
     with safe_open(path, framework="pt", device="cpu") as file:
-        stored = {key.removeprefix(_PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        stored = {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     values_key, indices_key = METHODS[method], f"{method}_indices"
     partners = {values_key: indices_key, indices_key: values_key}
     layers: dict[str, tuple[Tensor, Tensor]] = {}

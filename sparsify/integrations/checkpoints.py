@@ -64,11 +64,8 @@ def set_aside_incomplete(output_dir: Path) -> None:
             aside = folder.with_name(f"_incomplete-{folder.name}")  # which the Trainer neither finds nor uploads
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-            warnings.warn(
-                f"`{folder}` {problem}: its writer was interrupted. It is called {aside.name} now, and "
-                "resume_from_checkpoint=True takes the one before it.",
-                stacklevel=2,
-            )
+            now = f"It is called {aside.name} now, and resume_from_checkpoint=True takes the one before it."
+            warnings.warn(f"`{folder}` {problem}: its writer was interrupted. {now}", stacklevel=2)
 
 
 def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:

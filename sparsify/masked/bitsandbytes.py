@@ -29,10 +29,9 @@ class MaskedLinear4bit(MaskedQuantizedLinear, Linear4bit):
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
             if key in state_dict and not same_values(state_dict[key].to(own.device), own):
-                error_msgs.append(
-                    f"`{key}` differs from this model's, and scales of a quantized base are not loaded: "
-                    "start from the base that the state dict was saved with, quantized in the same way."
-                )
+                remedy = "start from the base that the state dict was saved with, quantized in the same way."
+                problem = f"`{key}` differs from this model's, and scales of a quantized base are not loaded"
+                error_msgs.append(f"{problem}: {remedy}")
 
 
 class MaskedLinearNF4(MaskedLinear4bit, LinearNF4):

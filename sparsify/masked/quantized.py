@@ -53,10 +53,9 @@ class QuantizedTensor(ModelTensor):
         """Raises ``SparsifyError`` where the kept base values were rounded."""
         stored = self.collector.entries.base
         if torch.promote_types(stored.dtype, self.dtype) != stored.dtype:
-            raise SparsifyError(
-                f"the model was cast to {stored.dtype} after sparsify(), which rounded the base values of a quantized "
-                f"weight, `{self.name}`, that stands for {self.dtype}: cast a quantized model before sparsify()."
-            )
+            rounded = f"rounded the base values of a quantized weight, `{self.name}`, that stands for {self.dtype}"
+            problem = f"the model was cast to {stored.dtype} after sparsify(), which {rounded}"
+            raise SparsifyError(f"{problem}: cast a quantized model before sparsify().")
 
     def dequantizer(self) -> Callable[[], Tensor]:
         """Returns a function that makes the effective weight as it is now, even after later steps."""

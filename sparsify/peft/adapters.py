@@ -148,13 +148,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-        _single(names)
-        before, self._active_adapter = self._active_adapter, names
-        try:
-            self._update()
-        except BaseException:
-            self._active_adapter = before
-            raise
+        name = _single(names)
+        if not self._disable_adapters:
+            self._show(name)
+        self._active_adapter = names
 
     def enable_adapters(self, enabled: bool) -> None:
         self._disable_adapters = not enabled
@@ -274,6 +271,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             with self._plain():  # sparsify() would take no quantized weights of a PEFT model
                 self._start(name)
         except BaseException:
+            if self.live is not None:
+                self._end()
+            self._unwrap()
+            self._freeze()
             if before is not None:
                 self._begin(before)
             raise
@@ -291,19 +292,12 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             may_train = (all_may or base_name(key) in self._could_train) and parameter.is_floating_point()
             if may_train and parameter not in wrapped and not is_quantized(parameter):
                 parameter.requires_grad_(True)
-        try:
-            sparsify(root, **adapter.config.arguments(root))
-            self.live = self.shown = name
-            if adapter.delta.tensors or adapter.delta.whole:
-                self._go_on_from(adapter.delta)
-            adapter.delta = SparseDelta({})
-            add_to_trainers()
-        except BaseException:
-            if self.live is not None:
-                self._end()
-            self._unwrap()
-            self._freeze()
-            raise
+        sparsify(root, **adapter.config.arguments(root))
+        self.live = self.shown = name
+        if adapter.delta.tensors or adapter.delta.whole:
+            self._go_on_from(adapter.delta)
+        adapter.delta = SparseDelta({})
+        add_to_trainers()
 
     @torch.no_grad()
     def _go_on_from(self, delta: SparseDelta) -> None:

@@ -129,12 +129,10 @@ class SelectorFactory:
             return
         self._warned = True
         scores = "above 0" if policy.importance.uses_gradient else "that is finite"
-        warnings.warn(
-            f"the importance {policy.importance.name!r} gave no masked entry a score {scores} in step "
-            f"{policy.entries.step:,}, so nothing was unmasked: NaN and infinite scores never count, nor do scores up "
-            "to 0 of an importance of gradients. If the loss had a gradient in this step, correct the importance.",
-            stacklevel=2,
-        )
+        text = f"the importance {policy.importance.name!r} gave no masked entry a score {scores} in step "
+        text += f"{policy.entries.step:,}, so nothing was unmasked: NaN and infinite scores never count, nor do scores "
+        text += "up to 0 of an importance of gradients. If the loss had a gradient here, correct the importance."
+        warnings.warn(text, stacklevel=2)
 
     def restart(self) -> None:
         """Forgets what depends on the unmasked set, which is another one now."""

@@ -65,12 +65,11 @@ def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Containe
         return
     pruned = [tensor.name for tensor in tensors if selection.removes_from(tensor.shape)]
     if old := [name for name in pruned if name not in new]:
-        raise SparsifyError(
-            f"{strategy.importance} with {selection} sets every entry that is not selected to zero, and {len(old):,} "
-            f"of the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`. Add adapters or a "
-            "LoRA first, or name new modules in fresh_modules=[...]. To prune pretrained weights all the same, pass "
-            f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})."
-        )
+        problem = f"{strategy.importance} with {selection} sets every entry that is not selected to zero, and "
+        problem += f"{len(old):,} of the {len(pruned):,} matrices to prune are not known to be new, such as `{old[0]}`"
+        remedy = "Add adapters or a LoRA first, or name new modules in fresh_modules=[...]. To prune pretrained weights"
+        anyway = f"Strategy({strategy.importance}, {replace(selection, pretrained=True)})"
+        raise SparsifyError(f"{problem}. {remedy} all the same, pass {anyway}.")
 
 
 @torch.no_grad()

@@ -129,10 +129,8 @@ class Custom(Importance):
     def score(self, weight: Tensor, grad: Any) -> Tensor:
         scores = self.function(weight, grad) if self.uses_gradient else self.function(weight)
         if not isinstance(scores, Tensor) or scores.shape != weight.shape:
-            raise SparsifyError(
-                f"the importance {self.name!r} made {getattr(scores, 'shape', scores)} of a block of shape "
-                f"{tuple(weight.shape)}; expected a score for every entry, in that shape."
-            )
+            made = f"made {getattr(scores, 'shape', scores)} of a block of shape {tuple(weight.shape)}; expected"
+            raise SparsifyError(f"the importance {self.name!r} {made} a score for every entry, in that shape.")
         return scores
 
 

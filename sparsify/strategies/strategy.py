@@ -233,12 +233,9 @@ def _to_dict(part: Any) -> dict[str, Any] | None:
     """
     if part is None:
         return None
-    found = {"name": part.name}
-    for item in fields(part):
-        own = getattr(part, item.name)
-        if item.compare and ("new" not in item.metadata or own != item.default):
-            found[item.name] = own
-    return found
+    settings = [(item, getattr(part, item.name)) for item in fields(part) if item.compare]
+    own = {item.name: value for item, value in settings if "new" not in item.metadata or value != item.default}
+    return {"name": part.name, **own}
 
 
 def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) -> Any:

@@ -115,10 +115,9 @@ def _find_rows(
             given, size = chosen if isinstance(chosen, (list, tuple)) else [], len(weight)
             own = tuple(sorted({t for t in given if type(t) is int and 0 <= t < size and t != padding}))
             if not own or len(own) < len(given) or rows.setdefault(weight, own) != own:
-                raise SparsifyError(
-                    f"{_TOKENS}={tokens!r:.200}; expected for `{name}` a list of different tokens from 0 to "
-                    f"{size - 1:,}, without its padding_idx ({padding}), and for tied tables one and the same."
-                )
+                expected = f"expected for `{name}` a list of different tokens from 0 to {size - 1:,}, without its"
+                end = f"padding_idx ({padding}), and for tied tables one and the same."
+                raise SparsifyError(f"{_TOKENS}={tokens!r:.200}; {expected} {end}")
     return rows
 
 

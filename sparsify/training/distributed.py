@@ -89,11 +89,10 @@ def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
         raise SparsifyError(f"`{quantized[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
     for module, name, parameter in _managed(root):
         if module is root and name == VALUES:
-            raise SparsifyError(
-                f"fully_shard() has sharded the flat delta, and would round it and its gradient with a mixed "
-                f"precision policy. Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with "
-                "accelerate: sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules."
-            )
+            problem = "fully_shard() has sharded the flat delta, and would round it with a mixed precision policy"
+            remedy = f"Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with accelerate:"
+            keep = "sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules"
+            raise SparsifyError(f"{problem}. {remedy} {keep}.")
         check_shards(name, parameter)
 
 

@@ -337,10 +337,9 @@ class Engine(TrainingStep):
             return
         check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
-            raise SparsifyError(
-                "the entries were written to, and make no sense any more. Do not average them (use_buffers=False; in "
-                "an EMA of your own copy_() the buffers()). Nor cast: model.type() casts them, model.to() does not."
-            )
+            average = "Do not average them (use_buffers=False; in an EMA of your own copy_() the buffers())."
+            cast = "Nor cast: model.type() casts them, model.to() does not."
+            raise SparsifyError(f"the entries were written to, and make no sense any more. {average} {cast}")
         self.state_loaded()
 
     def refresh(self) -> None:

@@ -140,11 +140,8 @@ def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
 
 def has_uncounted_step(step: TrainingStep) -> bool:
     """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
-    for each in _STEPS.begun:
-        optimizer = None if each.has_closure or step in each.counted else each.optimizer()
-        if optimizer is not None and holds(optimizer, step.entries.values):
-            return True
-    return False
+    uncounted = (each.optimizer() for each in _STEPS.begun if not each.has_closure and step not in each.counted)
+    return any(optimizer is not None and holds(optimizer, step.entries.values) for optimizer in uncounted)
 
 
 def warn_of_uncounted(moves: int) -> None:
@@ -171,12 +168,10 @@ def warn_of_unreached(step: TrainingStep) -> None:
     expected = [tensor for tensor in step.tensors if not step.policy.static or tensor.count]
     names = [tensor.name for tensor in expected if tensor not in step.reached]
     if names:
-        warnings.warn(
-            f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained: "
-            f"{listed(names)}. If the loss does not depend on them, all is well; otherwise they ran under no_grad(), "
-            "as in reentrant checkpointing (pass use_reentrant=False), or without a call of their module.",
-            stacklevel=2,
-        )
+        found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained"
+        reason = "they ran under no_grad(), as in reentrant checkpointing (pass use_reentrant=False)"
+        text = f"If the loss does not depend on them, all is well; otherwise {reason}, or without a call of their module."
+        warnings.warn(f"{found}: {listed(names)}. {text}", stacklevel=2)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -78,10 +78,8 @@ def check_model(model: Any) -> None:
     if type(model).__name__ == "OptimizedModule":
         raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise SparsifyError(
-            f"the model is wrapped in {type(model).__name__}; call sparsify() on the model itself"
-            + (", and train on one device." if isinstance(model, nn.DataParallel) else " before wrapping it.")
-        )
+        how = "and train on one device" if isinstance(model, nn.DataParallel) else "before wrapping it"
+        raise SparsifyError(f"the model is wrapped in {type(model).__name__}; call sparsify() on what is in it, {how}.")
     for name, module in model.named_modules():
         if not {ENGINE, TENSORS}.isdisjoint(vars(module)):
             raise SparsifyError(f"`{name or '(root)'}` is already sparsified; call desparsify(model) first.")

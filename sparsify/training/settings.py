@@ -65,11 +65,10 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     if "steps" in differing and None in (saved["steps"], own["steps"]):
         differing.remove("steps")  # not known yet
     if differing:
-        raise SparsifyError(
-            f"the state dict was saved with {_listed(saved, differing)}, and this model is sparsified with "
-            f"{_listed(own, differing)}; nothing was loaded. Call sparsify() with all settings of the saved run, "
-            "target_modules and modules_to_save among them; extend(model, ...) gives more budget or steps afterwards."
-        )
+        both = f"with {_listed(saved, differing)}, and this model is sparsified with {_listed(own, differing)}"
+        remedy = "Call sparsify() with all settings of the saved run, target_modules and modules_to_save among them"
+        more = "extend(model, ...) gives more budget or steps afterwards."
+        raise SparsifyError(f"the state dict was saved {both}; nothing was loaded. {remedy}; {more}")
     return saved
 
 

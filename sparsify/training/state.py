@@ -152,8 +152,9 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        remedy = "Export the delta by that, and go on: SparseDelta.load(path).apply(base), then sparsify(base, ...)."
-        raise SparsifyError(f"the state dict was saved by an earlier version of sparsify; nothing was loaded. {remedy}")
+        saved = "the state dict was saved by an earlier version of sparsify; nothing was loaded"
+        remedy = "Export the delta by that version, and go on from it: SparseDelta.load(path).apply(base), then"
+        raise SparsifyError(f"{saved}. {remedy} sparsify(base, ...).")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size

@@ -104,12 +104,10 @@ class EffectiveWeights:
     def are_in_step(self) -> bool:
         """Whether they were written from this flat delta, by its values: no version sees a write through ``.data``."""
         written, values = self._written, self._entries.values.detach()
-        return (
-            written is not None
-            and (written.device, written.dtype) == (values.device, values.dtype)
-            and (self._written_dtype == self._tensors[0].dtype or is_fully_sharded(self._entries.root))
-            and torch.equal(written, values)
-        )
+        if written is None or (written.device, written.dtype) != (values.device, values.dtype):
+            return False
+        were_cast = self._written_dtype != self._tensors[0].dtype and not is_fully_sharded(self._entries.root)
+        return not were_cast and torch.equal(written, values)
 
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
@@ -156,11 +154,9 @@ class EffectiveWeights:
     def _may_write_again(self) -> bool:
         """Whether the last write was by address, and nothing shows, without a wait, that what it wrote has changed."""
         written, values = self._written, self._entries.values.detach()
-        return (
-            written is not None
-            and (written.device, written.dtype, self._version) == (values.device, values.dtype, values._version)
-            and self._addresses == self._addresses_now()
-        )
+        kind = values.device, values.dtype, values._version
+        is_same = written is not None and (written.device, written.dtype, self._version) == kind
+        return is_same and self._addresses == self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
         return [tensor.parameter.data_ptr() for tensor in self._tensors]
