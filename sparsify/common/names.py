@@ -108,6 +108,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def find_engine(model: nn.Module) -> Any:
     """Returns the engine of a sparsified model, also inside wrappers; raises for a model that is not sparsified."""
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}

@@ -107,6 +107,11 @@ class TopK:
         order = best_first(ids, scores)
         return Winners(ids[order], grads[order], weights[order])
 
+    def best(self) -> list[Tensor]:
+        """Returns ids, scores, gradients and weights (size,) each, in no order; all are 0 where there are too few."""
+        self.cut()
+        return [torch.nn.functional.pad(part, (0, self.size - part.numel())) for part in self._best]
+
     def cut(self) -> None:
         """Takes in the entries that wait and keeps the ``size`` best."""
         self._best = tuple(map(torch.cat, zip(self._best, *self._waiting, strict=True)))

@@ -23,21 +23,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparsify.common.names import check_names
+from sparsify.common.names import check_names, counted
 from sparsify.common.raw_bits import digest
 from sparsify.core.devices import put
 from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_header, read_json
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
-from sparsify.delta.patch_plan import (
-    check_fits,
-    check_not_drawn,
-    counted,
-    is_verified,
-    new_values,
-    plan_delta,
-    warn_of_casts,
-)
+from sparsify.delta.patch_plan import check_fits, check_not_drawn, is_verified, new_values, plan_delta, warn_of_casts
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 _IN_FILES = "the checkpoint"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import base_name, check_names, check_plain, named_tensors, near_names, plain_name
+from sparsify.common.names import base_name, check_names, check_plain, counted, named_tensors, near_names, plain_name
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
@@ -295,10 +295,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def own_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 class Applicable(ABC):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sparsify.common.names import find_engine
+from sparsify.common.names import counted, find_engine
 from sparsify.common.raw_bits import same_values
 from sparsify.delta import adapter_files, hub
 from sparsify.delta import format as delta_format
@@ -24,7 +24,7 @@ from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
-from sparsify.delta.patch_plan import PatchPlan, counted, plan_delta
+from sparsify.delta.patch_plan import PatchPlan, plan_delta
 from sparsify.delta.peft_files import read_adapter
 from sparsify.errors import SparsifyError
 

@@ -21,19 +21,15 @@ if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):  # a method canno
     raise SparsifyError(f"{problem}: `pip install -U peft`, or call sparsify() on the model itself.")
 
 
-def _add_type(types: Any) -> None:
-    """Adds a member to an enum of strings, as its body would."""
-    member = str.__new__(types, PEFT_TYPE)
-    member._name_ = member._value_ = PEFT_TYPE
-    type.__setattr__(types, PEFT_TYPE, member)
-    types._member_map_[PEFT_TYPE] = types._value2member_map_[PEFT_TYPE] = member
-    types._member_names_.append(PEFT_TYPE)
-    if types(PEFT_TYPE) is not member or list(types)[-1] is not member:
+_types: Any = peft.PeftType
+if PEFT_TYPE not in _types.__members__:  # adds it to the enum of strings, as its body would
+    _member = str.__new__(_types, PEFT_TYPE)
+    _member._name_ = _member._value_ = PEFT_TYPE
+    type.__setattr__(_types, PEFT_TYPE, _member)
+    _types._member_map_[PEFT_TYPE] = _types._value2member_map_[PEFT_TYPE] = _member
+    _types._member_names_.append(PEFT_TYPE)
+    if _types(PEFT_TYPE) is not _member or list(_types)[-1] is not _member:
         raise SparsifyError("this PEFT's `PeftType` takes no new member: call sparsify() on the model itself.")
-
-
-if PEFT_TYPE not in peft.PeftType.__members__:
-    _add_type(peft.PeftType)
 
 from sparsify.peft.config import SparseConfig  # noqa: E402
 from sparsify.peft.tuner import SparseModel  # noqa: E402

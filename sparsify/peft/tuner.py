@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,8 +50,7 @@ class SparseModel(BaseTuner):
                 model.add_module(LAYER, SparseAdapters(model))
             layer: SparseAdapters = getattr(model, LAYER)
             is_first = not layer.sparse_values
-            heads = copy.copy(config)
-            heads.trainable_token_indices = None  # whose rows are entries here
+            heads: Any = replace(config, trainable_token_indices=None)  # whose rows are entries here
             set_additional_trainable_modules(
                 model=model, peft_config=heads, model_config=self.get_model_config(model), adapter_name=adapter_name,
                 activate_adapter=is_first,

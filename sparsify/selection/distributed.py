@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.nn.functional import pad
 
 from sparsify.common.ranks import PLACES, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
@@ -23,15 +22,6 @@ MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 
 MOST_WAITING = 1 << 23  # entries of gradients that wait for others, to share a header with them
 
 
-class ShareTopK(TopK):
-    """A top-k on a CPU that gives the scores of its best too, as a :class:`DeviceTopK` does."""
-
-    def best(self) -> list[Tensor]:
-        """Returns ids, scores, 0 where there are too few, gradients and weights of the best, each (size,)."""
-        self.cut()
-        return [pad(part, (0, self.size - part.numel())) for part in self._best]
-
-
 class RanksSelector(StreamingSelector):
     """Selects the best entries of all masked ``tensors``, by number, together with all other ``ranks``.
 
@@ -42,7 +32,7 @@ class RanksSelector(StreamingSelector):
     """
 
     def __init__(
-        self, topk: ShareTopK | DeviceTopK, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
+        self, topk: TopK | DeviceTopK, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
         tensors: Sequence[MaskedTensor],
     ) -> None:  # fmt: skip
         super().__init__(topk, importance, work, masked_only)

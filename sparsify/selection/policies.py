@@ -19,7 +19,7 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.errors import SparsifyError
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import RanksSelector, ShareTopK
+from sparsify.selection.distributed import RanksSelector
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.small import SmallGradients
 from sparsify.selection.static import rank_by_scores
@@ -103,7 +103,7 @@ class SelectorFactory:
 
     def _streaming(self, policy: Policy, number: int) -> Selector:
         values = policy.entries.values.detach()
-        topk: Any = ShareTopK(number, values.dtype, values.device)
+        topk: Any = TopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
         parts = topk, policy.importance, self.work, policy.masked_only

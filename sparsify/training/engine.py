@@ -208,9 +208,8 @@ class Engine(TrainingStep):
         if graph in self._begun:
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
-        for other in [each for each in self._passes if self._begun[each][0] == thread]:
-            if other != around:
-                del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
+        for other in [each for each in self._passes if each != around and self._begun[each][0] == thread]:
+            del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         with self._section(COLLECT, self.values.device):
             current = super().start_pass(graph, around)
             adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())

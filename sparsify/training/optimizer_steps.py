@@ -170,7 +170,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
     if names:
         found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained"
         reason = "they ran under no_grad(), as in reentrant checkpointing (pass use_reentrant=False)"
-        text = f"If the loss does not depend on them, all is well; otherwise {reason}, or without a call of their module."
+        text = f"If the loss does not depend on them, all is well; else {reason}, or without a call of their module."
         warnings.warn(f"{found}: {listed(names)}. {text}", stacklevel=2)
 
 

@@ -133,12 +133,9 @@ def _added_by_peft(module: nn.Module) -> list[Any]:
     if hasattr(module, "peft_config") and "base_model" in module._modules:  # prompt encoders are next to the base
         child = module._modules.get("prompt_encoder")
         return [] if child is None else [child]
-    found = []
-    for name in getattr(module, "adapter_layer_names", ["modules_to_save"]):  # PEFT 0.17's wrapper of these has none
-        part = getattr(module, name, None) if isinstance(name, str) else None
-        if isinstance(part, (nn.Module, nn.Parameter)):
-            found.append(part)
-    return found
+    names = getattr(module, "adapter_layer_names", ["modules_to_save"])  # PEFT 0.17's wrapper of these has none
+    parts = [getattr(module, name, None) for name in names if isinstance(name, str)]
+    return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
 
 
 def find_resized(model: nn.Module) -> list[str]:

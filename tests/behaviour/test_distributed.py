@@ -25,7 +25,7 @@ from sparsify.core.importance import D3
 from sparsify.core.topk import TopK
 from sparsify.integrations.distributed import check_ranks
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.distributed import RanksSelector, ShareTopK
+from sparsify.selection.distributed import RanksSelector
 from sparsify.selection.screening import Work
 from sparsify.strategies.importance import SNIP, Magnitude
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
@@ -172,7 +172,7 @@ def winners_of_random_tensors(rank):
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
         expected = TopK(size, torch.float32, "cpu")
-        topk = ShareTopK(size, torch.float32, "cpu")
+        topk = TopK(size, torch.float32, "cpu")
         if runs_ahead(torch.device("cpu")):
             topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
         selector = RanksSelector(topk, importance, Work(), True, Ranks(), tensors)
