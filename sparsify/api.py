@@ -37,21 +37,13 @@ from sparsify.training.weights import BaseWeights, Model
 
 
 def sparsify(
-    model: Model,
-    budget: int | float | None,
-    strategy: str | Strategy | Mapping[str, Tensor] = "id3",
-    *,
-    steps: int | None = None,
-    schedule: str | Schedule = "uniform",
-    target_modules: Pattern = None,
-    exclude_modules: Pattern = None,
-    modules_to_save: list[str] | None = None,
+    model: Model, budget: int | float | None, strategy: str | Strategy | Mapping[str, Tensor] = "id3", *,
+    steps: int | None = None, schedule: str | Schedule = "uniform",
+    target_modules: Pattern = None, exclude_modules: Pattern = None, modules_to_save: list[str] | None = None,
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None,
-    calibration: Calibration | None = None,
-    loss_fn: LossFunction | None = None,
-    fresh_modules: Pattern = None,
-    seed: int = 0,
-) -> Model:
+    calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
+    fresh_modules: Pattern = None, seed: int = 0,
+) -> Model:  # fmt: skip
     """Makes a model train only ``budget`` of its entries, in place, and returns it.
 
     Apart from ``modules_to_save``, the model's only trainable parameter is then ``sparse_values`` (budget,); give it to

@@ -41,10 +41,8 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
         state = weight.quant_state
         scheme = f"bitsandbytes {state.quant_type}{suffix}"
         return QuantizedWeight(scheme, state.shape, state.dtype, lambda: functional.dequantize_4bit(weight.data, state))
-    return QuantizedWeight(
-        f"bitsandbytes int8{suffix}", weight.shape, torch.float32,
-        lambda: functional.int8_vectorwise_dequant(weight.data, _row_scales(module, weight)),
-    )  # fmt: skip
+    scheme, read = f"bitsandbytes int8{suffix}", functional.int8_vectorwise_dequant
+    return QuantizedWeight(scheme, weight.shape, torch.float32, lambda: read(weight.data, _row_scales(module, weight)))
 
 
 def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -221,11 +221,8 @@ def trained_state_of(
     prefix = _prefix(engine, model)
     needed = _needed(engine) | set(changed_buffers(engine))
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # a tied tensor's
-    kept = {
-        name: value.detach()
-        for name, value in state_dict.items()
-        if name in first_names and (not name.startswith(prefix) or name[len(prefix) :] in needed)
-    }
+    names = [n for n in state_dict if n in first_names and (not n.startswith(prefix) or n[len(prefix) :] in needed)]
+    kept = {name: state_dict[name].detach() for name in names}
     count = int(kept[prefix + POSITION][2])
     # torch.save() of a part of a buffer would write all of it
     kept.update({prefix + name: kept[prefix + name][:count].clone() for name in (IDS, BASE)})

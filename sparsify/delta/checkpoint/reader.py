@@ -198,8 +198,6 @@ def read_header(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    return {
-        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
-        for name, entry in header.items()
-        for begin, end in [entry["data_offsets"]]
-    }
+    entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+    start = 8 + length
+    return {name: Stored(file, dtype, shape, start + begin, end - begin) for name, dtype, shape, begin, end in entries}
