@@ -132,9 +132,8 @@ def push(
     loaded = SparseDelta.load(delta)
     if base_model is not None:
         loaded.config |= {"base_model_name_or_path": base_model, "base_model_revision": None}
-    commit = loaded.push_to_hub(
-        repo, private=private or None, revision=revision, create_pr=create_pr, commit_message=message
-    )
+    options: Any = {"private": private or None, "revision": revision, "create_pr": create_pr}
+    commit = loaded.push_to_hub(repo, commit_message=message, **options)
     print(commit.pr_url or commit.commit_url)
 
 

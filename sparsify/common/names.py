@@ -56,9 +56,8 @@ def plain_model(model: nn.Module) -> nn.Module:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns all parameters, then all persistent buffers of a model by plain name, tied ones under every name."""
     buffers = persistent_buffers(model, remove_duplicate=False)
-    pairs = (*model.named_parameters(remove_duplicate=False), *buffers.items())
     found: dict[str, tuple[str, Tensor]] = {}
-    for full_name, tensor in pairs:
+    for full_name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers.items()):
         name = plain_name(full_name)
         first_name, first = found.setdefault(name, (full_name, tensor))
         if first is not tensor:

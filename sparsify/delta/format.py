@@ -167,17 +167,10 @@ def _check_tree(value: Any) -> None:
         items, depth = inner, depth + 1
 
 
-def write(path: StrPath, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes a delta file, or raises where a reader would refuse it; returns its metadata."""
-    data, document = to_bytes(tensors, whole, config)
-    replace_file(Path(path), data)
-    return document
-
-
 def to_bytes(
     tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], more: NamedTensors | None = None
 ) -> tuple[bytearray, dict[str, Any]]:
-    """The bytes of a delta file, with ``more`` tensors by key, and the metadata in it; raises as :func:`write`."""
+    """The bytes of a delta file, with ``more`` tensors by key, and its metadata; raises for what no reader takes."""
     check_names(tensors, whole)
     document = describe(tensors, whole, config)
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, replace_file, write
+from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, replace_file, to_bytes
 from sparsify.errors import SparsifyError, brief
 
 _CARD_NAME = "README.md"
@@ -76,7 +76,8 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
     file = path if is_file else path / FILE_NAME
     if file.exists() and not is_replaceable(file):
         raise SparsifyError(f"`{file}` is there already and is no delta, so it is left as it is: give another path.")
-    document = write(file, tensors, whole, config)
+    data, document = to_bytes(tensors, whole, config)
+    replace_file(file, data)
     if not is_file:
         replace_file(path / CONFIG_NAME, (json.dumps(document, indent=2) + "\n").encode())
 

@@ -110,7 +110,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
                     switch.detach(name)
                 switch.attach(name, delta)
                 adapter.delta = delta
-        self._update()
+        self._show(None if self._disable_adapters else _single(self.active_adapters))
 
     def delta_of(self, name: str) -> SparseDelta:
         """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
@@ -155,7 +155,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def enable_adapters(self, enabled: bool) -> None:
         self._disable_adapters = not enabled
-        self._update()
+        self._show(_single(self.active_adapters) if enabled else None)
 
     def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
         if self.live in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
@@ -216,9 +216,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             if module in self._lora:
                 self.root.set_submodule(name, module.get_base_layer())
         self._lora = []
-
-    def _update(self) -> None:
-        self._show(None if self._disable_adapters else _single(self.active_adapters))
 
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""

@@ -205,11 +205,9 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
     trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
     problems = []
     if trainable:
-        problems.append(
-            f"{listed(trainable)} can train, but no delta holds them: they were added, replaced or made trainable "
-            "after sparsify(), or are no part of the module that it was given. Do that first, give sparsify() the "
-            "whole model, and name what is to be trained whole in modules_to_save; freeze what is not trained"
-        )
+        reason = "they were added, replaced or made trainable after sparsify(), or are no part of the module given"
+        remedy = "Do that first, give sparsify() the whole model, and name what is trained whole in modules_to_save"
+        problems.append(f"{listed(trainable)} can train, but no delta holds them: {reason}. {remedy}; freeze the rest")
     if late:
         problems.append(f"{listed(late)} were resized after sparsify(), and no delta holds new rows: do that before")
     if replaced:

@@ -101,8 +101,6 @@ def _is_packed(model: nn.Module) -> bool:
 # The Trainer refuses a quantized model that is not PEFT's, unless its quantizer says that the model can be trained as
 # it is. While a model is sparsified its quantizer is of a class that is derived from its own and says so, and by way of
 # which transformers saves and dequantizes, too.
-
-
 def mark_trainable(model: nn.Module, *, trainable: bool = True) -> None:
     """Makes the Trainer accept a quantized model, and save what it trains, or no more; any other is left alone."""
     vars(model).pop(SAVE, None)

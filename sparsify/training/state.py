@@ -78,9 +78,6 @@ def remove_hooks(engine: Engine) -> None:
     del root.__dict__[ENGINE]
 
 
-# ------------------------------------------------------------------------------------ forward
-
-
 def _before_forward(root: nn.Module, args: Any) -> None:
     if getattr(root, "_is_replica", False):
         raise SparsifyError("replicated by nn.DataParallel, the model trains nothing; set CUDA_VISIBLE_DEVICES to one.")
@@ -116,9 +113,6 @@ def _refuse_frozen(grad: Tensor) -> None:
     raise SparsifyError(FROZEN)
 
 
-# ------------------------------------------------------------------------------------ state dicts
-
-
 def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     engine: Engine = root.__dict__[ENGINE]
     engine.refresh()
@@ -152,9 +146,9 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        saved = "the state dict was saved by an earlier version of sparsify; nothing was loaded"
+        earlier = "the state dict was saved by an earlier version of sparsify; nothing was loaded"
         remedy = "Export the delta by that version, and go on from it: SparseDelta.load(path).apply(base), then"
-        raise SparsifyError(f"{saved}. {remedy} sparsify(base, ...).")
+        raise SparsifyError(f"{earlier}. {remedy} sparsify(base, ...).")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
@@ -208,9 +202,6 @@ def _before_module_load(module: nn.Module, state_dict: Mapping[str, Tensor], pre
             engine: Engine = tensor.collector
             check_trained(engine, "load_state_dict()")
             engine.weights.loaded[tensor] = module, attribute  # type: ignore[index]
-
-
-# ------------------------------------------------------------------------------------ the trained state
 
 
 def trained_state_of(

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from delta_bytes import edited, join, rewritten, set_in, split
+from delta_bytes import edited, join, rewritten, set_in, split, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsify.delta import entries as sparsify_entries
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import TensorDelta, decode_indices, encode_indices
-from sparsify.delta.format import write
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import DeltaFormatError, SparsifyError
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from delta_bytes import join, rehashed, split
+from delta_bytes import join, rehashed, split, write
 
 from sparsify.delta.entries import TensorDelta
-from sparsify.delta.format import write
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 2**20
@@ -22,10 +21,11 @@ READ = """
 import sys
 from pathlib import Path
 import torch
+from delta_bytes import write
 from limits import within_limits
 from sparsify.delta.entries import TensorDelta
 from sparsify.errors import DeltaFormatError
-from sparsify.delta.format import read, write
+from sparsify.delta.format import read
 
 small = Path(sys.argv[1]) / "small"
 write(small, {"a": TensorDelta(torch.tensor([1, 2]), torch.ones(2), (9,), torch.float32, "add", "0" * 64)}, {}, {})

@@ -6,6 +6,12 @@ import struct
 
 import safetensors.torch
 
+from sparsify.delta.format import replace_file, to_bytes
+
+
+def write(path, *delta):
+    replace_file(path, to_bytes(*delta)[0])
+
 
 def split(data):
     n_bytes = int.from_bytes(data[:8], "little")
