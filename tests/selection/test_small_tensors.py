@@ -8,7 +8,7 @@ from products import seeded
 from recorder import mask, unmask
 from torch import nn
 
-from sparsify import D3
+from sparsify import D3, Increment, Magnitude, Repeat, Strategy, get_engine, sparsify
 from sparsify.core.gradients import DenseGradient
 from sparsify.core.topk import TopK
 from sparsify.selection.screening import StreamingSelector, Work
@@ -16,6 +16,7 @@ from sparsify.selection.small import SmallGradients
 
 pytestmark = pytest.mark.usefixtures("device")
 IMPORTANCE = D3(exp=1)
+SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0": 9}), Repeat()]
 
 
 def small_tensors(unmasked):
@@ -59,3 +60,33 @@ def test_the_topk_sees_what_each_tensor_by_itself_would_have_shown_it(seed, size
     assert together.finite
     assert together.winners().ids.tolist() == alone.winners().ids.tolist()
     assert torch.equal(together.winners().grads, alone.winners().grads)
+
+
+class Routed(nn.ModuleList):
+    """Two experts, the second of which gets no tokens."""
+
+    def forward(self, x):
+        return sum(expert(tokens).sum() for expert, tokens in zip(self, (x, x[:0]), strict=True))
+
+
+@pytest.mark.parametrize("cols", [4, 200], ids=["small tensors", "large tensors"])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_of_an_expert_that_gets_no_tokens_nothing_is_unmasked(selection, cols):
+    model = sparsify(Routed([nn.Linear(cols, 100), nn.Linear(cols, 100)]), 40, Strategy(D3(), selection), steps=2)
+    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
+    for seed in range(2):
+        model(torch.randn(3, cols, generator=seeded(seed))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = {tensor.name: tensor.count for tensor in get_engine(model).tensors}
+    assert counts["1.weight"] == counts["1.bias"] == 0
+    assert sum(counts.values()) >= 9
+
+
+def test_an_expert_that_gets_no_tokens_keeps_its_values_where_the_weights_alone_choose():
+    model = sparsify(Routed([nn.Linear(4, 9), nn.Linear(4, 9)]), 40, Strategy(Magnitude(), Increment()), steps=1)
+    before = model[1].weight.detach().clone()
+    model(torch.ones(3, 4)).backward()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    assert model[1].indices.numel()
+    assert model[1].weight.equal(before)
