@@ -210,6 +210,8 @@ class Engine(TrainingStep):
         thread = threading.get_ident()
         for other in [each for each in self._passes if each != around and self._begun[each][0] == thread]:
             del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
+        if self.values.grad is None and not self._passes:
+            self.passes = 0  # the gradients of those before are gone, as where one was interrupted
         with self._section(COLLECT, self.values.device):
             current = super().start_pass(graph, around)
             adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())
