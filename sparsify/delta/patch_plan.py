@@ -23,6 +23,7 @@ from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, guard, with_quantized_deltas
+from sparsify.delta.served import ServedModel, ServedTensor
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 REMEDY = "revert deltas in the reverse order of their application, or load the base afresh"
@@ -46,6 +47,8 @@ class PlannedWrite(NamedTuple):
         """Whether the tensor has the write's shape and, where that is checked, holds ``old``, in its present dtype."""
         if tuple(target.shape) != self.shape or not self.checked:
             return tuple(target.shape) == self.shape
+        if isinstance(target, ServedTensor):
+            return target.holds(self.indices, self.old)
         held = own_copy(target) if self.indices is None else take(target, self.indices)
         return torch.equal(as_bits(held), as_bits(self.old.to(target.dtype)))
 
@@ -56,7 +59,7 @@ class PlannedWrite(NamedTuple):
             new = on_device(self.new.to(target.dtype), target.device)
             if self.indices is None:
                 target.copy_(new)
-            elif isinstance(target, QuantizedDelta):
+            elif isinstance(target, (QuantizedDelta, ServedTensor)):
                 target.put(on_device(self.indices, target.device), new)
             else:
                 put(target, on_device(self.indices, target.device), new)
@@ -70,6 +73,8 @@ PatchPlan: TypeAlias = list[PlannedWrite]
 
 def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = ()) -> dict[str, Tensor]:
     """A model's tensors by plain name, ``dense`` ones stored whole; raises unless each is there once, and with data."""
+    if isinstance(model, ServedModel):
+        return model.find_targets(names)
     check_plain(model)
     available = named_tensors(model)
     plain_names, dense = {name: plain_name(name) for name in names}, set(dense)

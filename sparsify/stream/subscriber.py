@@ -97,6 +97,16 @@ class DeltaSubscriber:
                     self._held, self.version = held, message.version
         return message.version
 
+    def mark(self) -> Mark:
+        """What the model holds now, for :meth:`go_back`."""
+        return Mark(self.chain, self.version, self._held, set(self._left))
+
+    def go_back(self, mark: Mark) -> None:
+        """Makes the last update, or several, as if they had not come; raises where the model was changed since."""
+        with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
+            write_plan(mark.held.plan(), self.model)
+            self.chain, self.version, self._held, self._left = mark
+
     @contextmanager
     def reading(self) -> Iterator[int | None]:
         """Keeps the model at one version, which is given, for the length of a ``with`` block.
@@ -128,6 +138,15 @@ class Held(NamedTuple):
 
     def plan(self) -> PatchPlan:
         return [*(_write(name, part) for name, part in self.entries.items()), *self.whole.values()]
+
+
+class Mark(NamedTuple):
+    """What a follower holds at some time."""
+
+    chain: str | None
+    version: int | None
+    held: Held
+    left: set[str | None]
 
 
 def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
