@@ -257,7 +257,9 @@ class _Survey(TorchDispatchMode):
 
     def _refusal(self, how: str) -> BaseMismatchError:
         remedy = "Serve the model unquantized, or send whole weights."
-        return BaseMismatchError(f"the engine's loader does more to `{self.last}` than to move its values: {how}. {remedy}")
+        return BaseMismatchError(
+            f"the engine's loader does more to `{self.last}` than to move its values: {how}. {remedy}"
+        )
 
 
 def _memory(model: nn.Module) -> dict[int, str]:

@@ -115,7 +115,9 @@ class Receiver:
     def _carry_out(self, request: Request) -> None:
         if request.action == "update":
             if len(self._switch):
-                raise SparsifyError(f"the engine serves deltas ({', '.join(self._switch)}): unload them, or use another.")
+                raise SparsifyError(
+                    f"the engine serves deltas ({', '.join(self._switch)}): unload them, or use another."
+                )
             self._follower.apply(read_update(request))
             return
         if self._follower.version is not None:

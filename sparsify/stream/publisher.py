@@ -54,6 +54,10 @@ class DeltaUpdate:
     def __bytes__(self) -> bytes:
         return self._bytes
 
+    def snapshot(self) -> "DeltaUpdate":
+        """The version that it makes as a whole, for followers that lack the one before."""
+        return DeltaUpdate(self.chain, self.version, self._state)
+
     def patches(self, checkpoint: StrPath | None = None) -> Iterator[WeightPatch]:
         """Yields what changed as patches of a checkpoint's tensors, the form in which inference engines take weights.
 
