@@ -256,10 +256,8 @@ class _Survey(TorchDispatchMode):
         return self._memory.get(tensor.untyped_storage().data_ptr()) if is_real else None
 
     def _refusal(self, how: str) -> BaseMismatchError:
-        remedy = "Serve the model unquantized, or send whole weights."
-        return BaseMismatchError(
-            f"the engine's loader does more to `{self.last}` than to move its values: {how}. {remedy}"
-        )
+        problem = f"the engine's loader does more to `{self.last}` than to move its values: {how}"
+        return BaseMismatchError(f"{problem}. Serve the model unquantized, or leave this tensor out of the training.")
 
 
 def _memory(model: nn.Module) -> dict[int, str]:
