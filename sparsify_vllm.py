@@ -1,4 +1,4 @@
-"""The entry point by which vLLM finds sparsify, outside of that package, so that it is imported only where it is used."""
+"""The entry point by which vLLM finds sparsify: not in the package, which is imported only where it is used."""
 
 from contextlib import suppress
 from typing import Any

@@ -115,9 +115,8 @@ class Receiver:
     def _carry_out(self, request: Request) -> None:
         if request.action == "update":
             if len(self._switch):
-                raise SparsifyError(
-                    f"the engine serves deltas ({', '.join(self._switch)}): unload them, or use another."
-                )
+                names = ", ".join(self._switch)
+                raise SparsifyError(f"the engine serves deltas ({names}): unload them, or use another engine.")
             self._follower.apply(read_update(request))
             return
         if self._follower.version is not None:

@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,8 @@ class VLLMServer:
         try:
             self._post("update_weights", {"update_info": request})
         except SparsifyError as error:
-            try:
+            with suppress(SparsifyError):
                 self._post("finish_weight_update")  # on those of several workers that did not raise
-            except SparsifyError:
-                pass
             if isinstance(error, StaleUpdateError):
                 self._post("update_weight_version", {"new_version": label})
             raise
@@ -190,7 +189,7 @@ class VLLMPublisher:
 
 
 class _Channel:
-    """Sends to one server, from a thread that lives while there is something to send: the end of Python waits for it."""
+    """Sends to one server, from a thread that lives while there is something to send; Python's end waits for it."""
 
     def __init__(self, server: VLLMServer, attempts: int) -> None:
         self._server, self._attempts = server, attempts
@@ -276,9 +275,8 @@ class VLLMTasks:
             SparsifyError: when the server does not take it.
         """
         if not re.fullmatch(r"[\w.-]+", name) or name == "base":
-            raise SparsifyError(
-                f"a delta's name is {name!r:.100}, expected letters, digits, _, - and ., and not `base`."
-            )
+            expected = "expected letters, digits, _, - and ., and not `base`."
+            raise SparsifyError(f"a delta's name is {name!r:.100}, {expected}")
         active, names = self._state()
         path = str(Path(path).absolute()) if Path(path).exists() else str(path)
         self._change("load", [name], active, [*names, name], path=path)
