@@ -147,41 +147,14 @@ class Receiver:
 
 def read_update(request: Request) -> bytes:
     """The bytes of the update in a request; raises where they cannot be had, or are more than ``MOST_BYTES``."""
-    sources = [source for source in (request.data, request.path, request.url) if source is not None]
-    if len(sources) != 1:
-        raise SparsifyError(f"an update is one of data, path and url, and the request has {len(sources)} of them.")
-    if request.data is not None:
-        _check_size(len(request.data) * 3 // 4)
-        try:
-            return base64.b64decode(request.data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise DeltaFormatError(f"the request's data is no base64 ({brief(error)}): send it again.") from error
+    if (request.data is None) == (request.path is None):
+        raise SparsifyError("an update is either data or path, and the request has both or none.")
     try:
-        if request.path is not None:
-            _check_size(Path(request.path).stat().st_size)
-            return Path(request.path).read_bytes()
-        return _read_url(sources[0])
+        nbytes = len(request.data) * 3 // 4 if request.path is None else Path(request.path).stat().st_size
+        if nbytes > MOST_BYTES:
+            raise SparsifyError(f"the update has {nbytes:,} bytes, and at most {MOST_BYTES:,} are read.")
+        return base64.b64decode(request.data, validate=True) if request.path is None else Path(request.path).read_bytes()
     except OSError as error:
-        raise SparsifyError(f"`{brief(sources[0])}` cannot be read ({brief(error)}): send the update again.") from error
-
-
-def _read_url(url: str) -> bytes:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.hostname not in _HERE:
-        expected = "expected http:// and the worker's own machine (localhost); send `data` from other ones."
-        raise SparsifyError(f"`{brief(url)}` is not read; {expected}")
-    opener = urllib.request.build_opener(_NoRedirects)
-    with opener.open(url, timeout=_URL_SECONDS) as answer:
-        data: bytes = answer.read(MOST_BYTES + 1)
-    _check_size(len(data))
-    return data
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follows none, which may lead to other machines: the answer is an error."""
-
-
-def _check_size(nbytes: int) -> None:
-    if nbytes > MOST_BYTES:
-        raise SparsifyError(f"an update has {nbytes:,} bytes, and at most {MOST_BYTES:,} are read.")
+        raise SparsifyError(f"the update cannot be read ({brief(error)}): send it again.") from error
+    except binascii.Error as error:
+        raise DeltaFormatError(f"the request's data is no base64 ({brief(error)}): send it again.") from error

@@ -88,8 +88,8 @@ class Server:
 
     def __init__(self, served, port=0):
         self.receiver, self.active, self.label, self.calls, self.failures = Receiver(served), False, "default", [], []
-        handler = type("Handler", (BaseHTTPRequestHandler,), {"do_POST": self._answer, "do_GET": self._answer})
-        handler.log_message = lambda *_: None
+        answer = dict.fromkeys(("do_POST", "do_GET"), lambda handler: self._answer(handler))
+        handler = type("Handler", (BaseHTTPRequestHandler,), {**answer, "log_message": lambda *_: None})
         self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.port = self._http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
