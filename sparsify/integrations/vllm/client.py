@@ -30,7 +30,7 @@ from sparsify.errors import DeltaFormatError, MissingUpdateError, SparsifyError,
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 
 _IN_FLIGHT = ("wait", "keep", "abort")
-_ERROR = re.compile(r"(\w+Error): ((?:(?!\w+Error: ).)*)", re.DOTALL)  # as a worker writes it
+_ERROR = re.compile(r"(\w+Error): ((?:(?!\w+Error: |', please check).)*)", re.DOTALL)  # as a worker writes it
 _UNREACHABLE = (OSError, http.client.HTTPException)
 _FIRST_PAUSE_SECONDS = 0.2  # before a second attempt
 _LABEL = re.compile(r"(\S+) of (.*)")
