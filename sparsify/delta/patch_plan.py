@@ -57,9 +57,11 @@ class PlannedWrite(NamedTuple):
         # not no_grad: a model loaded in inference mode can be written to in inference mode only
         with torch.inference_mode():
             new = on_device(self.new.to(target.dtype), target.device)
-            if self.indices is None:
+            if isinstance(target, ServedTensor):
+                target.put(self.indices, new)
+            elif self.indices is None:
                 target.copy_(new)
-            elif isinstance(target, (QuantizedDelta, ServedTensor)):
+            elif isinstance(target, QuantizedDelta):
                 target.put(on_device(self.indices, target.device), new)
             else:
                 put(target, on_device(self.indices, target.device), new)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,14 +97,14 @@ class DeltaSubscriber:
                     self._held, self.version = held, message.version
         return message.version
 
-    def mark(self) -> Mark:
-        """What the model holds now, for :meth:`go_back`."""
-        return Mark(self.chain, self.version, self._held, set(self._left))
+    def mark(self) -> tuple[Any, ...]:
+        """What is held now, for :meth:`go_back`."""
+        return self.chain, self.version, self._held, set(self._left)
 
-    def go_back(self, mark: Mark) -> None:
-        """Makes the last update, or several, as if they had not come; raises where the model was changed since."""
+    def go_back(self, mark: tuple[Any, ...]) -> None:
+        """Makes updates since a :meth:`mark` as if they had not come; raises where something else changed the model."""
         with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
-            write_plan(mark.held.plan(), self.model)
+            write_plan(mark[2].plan(), self.model)
             self.chain, self.version, self._held, self._left = mark
 
     @contextmanager
@@ -138,15 +138,6 @@ class Held(NamedTuple):
 
     def plan(self) -> PatchPlan:
         return [*(_write(name, part) for name, part in self.entries.items()), *self.whole.values()]
-
-
-class Mark(NamedTuple):
-    """What a follower holds at some time."""
-
-    chain: str | None
-    version: int | None
-    held: Held
-    left: set[str | None]
 
 
 def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:

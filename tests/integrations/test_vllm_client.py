@@ -3,6 +3,7 @@
 import base64
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trainers import make_trainer
 
 from sparsify import SparseDelta, SparsifyCallback, SparsifyError, sparsify
 from sparsify.integrations import receiver
-from sparsify.integrations.receiver import Ranks, Receiver, Request
+from sparsify.integrations.receiver import Receiver, Request
 from sparsify.integrations.vllm.client import VLLMPublisher, VLLMServer, VLLMTasks, typed_error
 from sparsify.stream.publisher import DeltaPublisher
 
@@ -176,7 +177,7 @@ def test_deltas_by_name(tmp_path, served):
         assert VLLMTasks(server.url).list() == {"french": True, "maths": True}
         with pytest.raises(SparsifyError, match=r"no delta called 'math' is attached \(near: `maths`\)"):
             tasks.activate("math")
-        with pytest.raises(SparsifyError, match=r"a delta's name is 'a b', expected letters"):
+        with pytest.raises(SparsifyError, match=r"the name is 'a b', expected letters"):
             tasks.load("a b", tmp_path)
         tasks.unload("maths")
         assert tasks.list() == {"french": False}
@@ -188,80 +189,56 @@ def test_deltas_by_name(tmp_path, served):
                 publisher.wait()
 
 
-def test_bad_requests_are_refused(served, tmp_path, monkeypatch):
+def test_bad_requests_are_refused(served, monkeypatch):
     model, publisher = served[1], DeltaPublisher(Run().model)
     worker, good = Receiver(model), b64(publisher.snapshot())
     monkeypatch.setattr(receiver, "MOST_BYTES", 10_000)
-    (tmp_path / "big").write_bytes(bytes(20_000))
     for request, problem in [
-        ({}, "an update is either data or path, and the request has both or none"),
-        ({"data": "?"}, "DeltaFormatError: the request's data is no base64"),
+        ({}, "DeltaFormatError: this is no update that can be used"),
+        ({"data": "?"}, "DeltaFormatError: the update is no base64"),
         ({"data": good[:-8]}, "DeltaFormatError: this is no update that can be used"),
         ({"data": "A" * 40_000}, "the update has 30,000 bytes, and at most 10,000 are read"),
-        ({"path": str(tmp_path / "big")}, "the update has 20,000 bytes"),
-        ({"path": str(tmp_path / "none")}, "the update cannot be read .*No such file"),
         ({"data": b64(publisher.update())}, "MissingUpdateError: this update makes version 1 from version 0"),
         ({"action": "dance"}, "the request is 'dance' of 0 names; expected update, load"),
     ]:
         with pytest.raises(SparsifyError, match=problem):
             worker.receive(Request(**request))
-    (tmp_path / "update").write_bytes(bytes(publisher.snapshot()))
-    worker.receive(Request(path=str(tmp_path / "update")))
+    worker.receive(Request(data=good))
     with pytest.raises(SparsifyError, match="the engine follows a training run: start another one to serve deltas"):
         worker.receive(Request("load", ["a"], path="x"))
 
 
 @pytest.mark.parametrize("action", ["update", "load", "activate"])
-def test_where_one_rank_fails_none_has_changed_anything(tmp_path, action):
-    engines = [start(tmp_path / "model", rank, 2) for rank in range(2)]
-    delta, publisher = make_delta(llama(), every=9), DeltaPublisher(Run().step().model)
-    delta.save(tmp_path / "delta")
-    barrier, numbers = threading.Barrier(2), [None, None]
-
-    def highest(rank):
-        def reduce(own):
-            numbers[rank] = own
-            barrier.wait(20)
-            result = torch.maximum(*numbers)
-            barrier.wait(20)
-            return result
-
-        return reduce
-
-    workers = [Receiver(served, Ranks(2, rank, highest(rank))) for rank, (_, served) in enumerate(engines)]
-
-    def together(*requests):
-        errors = [None, None]
-
-        def receive(rank, request):
-            try:
-                workers[rank].receive(request)
-            except SparsifyError as error:
-                errors[rank] = str(error)
-
-        threads = [threading.Thread(target=receive, args=pair) for pair in enumerate(requests)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        return errors
-
+def test_what_another_rank_refuses_is_undone(tmp_path, monkeypatch, action):
+    engine, model = start(tmp_path / "model", 1, 2)
+    make_delta(llama(), every=9).save(tmp_path / "delta")
+    worker = Receiver(model, SimpleNamespace(rank=lambda: 1, size=lambda: 2))
     load = Request("load", ["a"], path=str(tmp_path / "delta"))
-    good = {"update": Request(data=b64(publisher.snapshot())), "load": load, "activate": Request("activate", ["a"])}
-    bad = {"update": Request(data="?"), "load": Request("load", ["a"], path="/none"), "activate": Request("dance")}
+    update = Request(data=b64(DeltaPublisher(Run().step().model).snapshot()))
+    request = {"update": update, "load": load, "activate": Request("activate", ["a"])}[action]
+
+    def others(refuse, lack=False):
+        def highest(numbers):
+            return numbers.clamp(min=refuse) if len(numbers) == 1 else numbers | (not lack)
+
+        monkeypatch.setattr(worker, "_highest", highest)
+
+    others(refuse=0)
     if action == "activate":
-        assert together(load, load) == [None, None]
-    before = [weights(engine) for engine, _ in engines]
-    for pair in ((good, bad), (bad, good)):
-        first, error = together(*(each[action] for each in pair))
-        assert first is None, "the last rank raises for all"
-        assert "Error: " in error
-        for (engine, _), held in zip(engines, before, strict=True):
-            assert all(tensor.equal(held[name]) for name, tensor in engine.named_parameters())
-    assert together(good[action], good[action]) == [None, None]
+        worker.receive(load)
+    before = weights(engine)
+    for answers in [{"refuse": 1}] + [{"refuse": 0, "lack": True}] * (action != "activate"):
+        others(**answers)
+        with pytest.raises(SparsifyError, match="another rank of the engine refuses it, or no rank has some entries"):
+            worker.receive(request)
+        assert all(tensor.equal(before[name]) for name, tensor in engine.named_parameters())
+    others(refuse=0)
+    worker.receive(request)
 
 
 def test_errors_keep_their_class_over_http():
     text = "Call to x failed: Worker failed with error 'MissingUpdateError: this update ...', please check the stack"
-    assert type(typed_error(text)).__name__ == "MissingUpdateError"
-    assert type(typed_error("RuntimeError: no")) is SparsifyError
+    assert type(typed_error(text, "x")).__name__ == "MissingUpdateError"
+    assert type(typed_error("RuntimeError: no", "x")) is SparsifyError
     with pytest.raises(SparsifyError, match="in_flight is 'now', expected one of wait, keep, abort"):
         VLLMServer("http://x", "now")

@@ -1,23 +1,20 @@
-"""The trainer's side of vLLM: sends a model's versions to servers, and has a server switch between deltas.
+"""The trainer's side of vLLM: keeps servers at a model's last version, and has a server switch between deltas.
 
     VLLMPublisher --pause, start_weight_update, update_weights, finish_weight_update, resume--> vllm serve
 
 A server has these routes with ``VLLM_SERVER_DEV_MODE=1`` in its environment: keep it off networks that are not trusted.
 """
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
 import re
-import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,8 @@ from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 
 _IN_FLIGHT = ("wait", "keep", "abort")
 _ERROR = re.compile(r"(\w+Error): ((?:(?!\w+Error: |', please check).)*)", re.DOTALL)  # as a worker writes it
-_UNREACHABLE = (OSError, http.client.HTTPException)
+_LABEL = re.compile(r"(\S+) of (.*)")  # of active deltas, or `base`, and of all
 _FIRST_PAUSE_SECONDS = 0.2  # before a second attempt
-_LABEL = re.compile(r"(\S+) of (.*)")
 
 
 class VLLMServer:
@@ -43,7 +39,7 @@ class VLLMServer:
         url: as in ``"http://localhost:8000"``.
         in_flight: what becomes of requests that are being answered: ``"wait"`` lets them end, so that each answer is
             of one version; ``"keep"`` goes on with them in the new version; ``"abort"`` ends them.
-        timeout: in seconds, of one of its answers, and so of the requests that are waited for.
+        timeout: seconds to wait for an answer, and so for requests that are to end.
     """
 
     def __init__(self, url: str, in_flight: str = "wait", timeout: float = 600.0) -> None:
@@ -51,42 +47,33 @@ class VLLMServer:
             raise SparsifyError(f"in_flight is {in_flight!r}, expected one of {', '.join(_IN_FLIGHT)}.")
         self.url, self._in_flight, self._timeout = url.rstrip("/"), in_flight, timeout
 
-    def change(self, request: dict[str, Any], label: str) -> None:
-        """Has the workers carry out a :class:`Request` while no request is being answered; caches are emptied.
+    def change(self, label: str, **request: Any) -> None:
+        """Has the workers carry out a :class:`Request` between answers, and empties the caches.
 
         Raises:
-            SparsifyError: that of the workers, or of the server; they have changed nothing.
+            SparsifyError: that of the workers, which then have changed nothing, or of the server.
+            OSError: when the connection is lost.
         """
-        self._post("pause", query={"mode": self._in_flight, "clear_cache": "true"})
+        self.call(f"pause?mode={self._in_flight}&clear_cache=true")
         try:
-            self._change(request, label)
+            try:
+                self.call("start_weight_update")
+            except SparsifyError:  # somebody has left an update half way
+                self.call("finish_weight_update")
+                self.call("start_weight_update")
+            try:
+                self.call("update_weights", update_info=request)
+            except SparsifyError:
+                with suppress(SparsifyError):
+                    self.call("finish_weight_update")  # on those of several workers that did not raise
+                raise
+            self.call("finish_weight_update", weight_version=label)
         finally:
-            self._post("resume")
+            self.call("resume")
 
-    def label(self) -> str:
-        """The label of the last change; ``"default"`` before the first."""
-        return str(self._send("weight_info", None)["weight_version"])
-
-    def _change(self, request: dict[str, Any], label: str) -> None:
-        try:
-            self._post("start_weight_update")
-        except SparsifyError:  # somebody has left an update half way, of which nothing is written
-            self._post("finish_weight_update")
-            self._post("start_weight_update")
-        try:
-            self._post("update_weights", {"update_info": request})
-        except SparsifyError as error:
-            with suppress(SparsifyError):
-                self._post("finish_weight_update")  # on those of several workers that did not raise
-            if isinstance(error, StaleUpdateError):
-                self._post("update_weight_version", {"new_version": label})
-            raise
-        self._post("finish_weight_update", {"weight_version": label})
-
-    def _post(self, route: str, body: dict[str, Any] | None = None, query: dict[str, str] | None = None) -> None:
-        self._send(f"{route}?{urllib.parse.urlencode(query)}" if query else route, json.dumps(body or {}).encode())
-
-    def _send(self, route: str, data: bytes | None) -> Any:
+    def call(self, route: str, method: str = "POST", **body: Any) -> Any:
+        """Returns what a route answers."""
+        data = json.dumps(body).encode() if method == "POST" else None
         request = urllib.request.Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
@@ -94,48 +81,39 @@ class VLLMServer:
         except urllib.error.HTTPError as error:
             text = error.read(10_000).decode(errors="replace")
             if error.code == 404:
-                remedy = "start it with VLLM_SERVER_DEV_MODE=1 in its environment."
-                raise SparsifyError(f"{self.url} has no route `{route}`: {remedy}") from error
-            raise typed_error(text, f"{self.url}/{route} answers {error.code}: ") from error
+                text = "it lacks the route: start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            raise typed_error(text, f"{self.url}/{route} answers {error.code}") from error
 
 
-def typed_error(text: str, where: str = "") -> SparsifyError:
-    """A worker's error from what the engine says about it."""
+def typed_error(text: str, where: str) -> SparsifyError:
+    """A worker's error from what the server says about it."""
     for name, problem in reversed(_ERROR.findall(text)):
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, SparsifyError):
-            return kind(f"{where}{brief(problem, 1000)}")
-    return SparsifyError(f"{where}{brief(text, 1000)}")
+            return kind(f"{where}: {brief(problem, 1000)}")
+    return SparsifyError(f"{where}: {brief(text, 1000)}")
 
 
 class VLLMPublisher:
     """Keeps vLLM servers at the last version of a model in training, from threads of its own.
 
     A server that was started anew, or has missed an update, gets a snapshot; one that is slower than the training gets
-    the last version only. It is a function for ``SparsifyCallback(publish=...)``, and TRL's ``weight_transfer`` for
-    ``AsyncGRPOTrainer``.
+    the last version only. A publisher is also a function for ``SparsifyCallback(publish=...)``, and what TRL's
+    ``AsyncGRPOTrainer`` takes as ``weight_transfer``.
 
     Args:
-        model: a sparsified model; for TRL's trainer, which loads it, it is set later: ``publisher.model = ...``.
+        model: a sparsified model; ``None`` for TRL's trainer, which loads it: set ``publisher.model`` then.
         engines: the URL of a vLLM server, or of several.
         in_flight: what becomes of requests that are being answered, as in :class:`VLLMServer`.
         timeout: seconds to wait for an answer.
-        attempts: number of times that an unreachable server is tried, after pauses that double.
-
-    Example:
-        >>> publisher = VLLMPublisher(model, "http://localhost:8000")  # doctest: +SKIP
-        >>> for batch in batches:  # doctest: +SKIP
-        ...     train(model, batch)
-        ...     publisher.update()
-        >>> publisher.wait()  # doctest: +SKIP
+        attempts: number of times that a server is tried, after pauses that double.
     """
 
     def __init__(
         self, model: nn.Module | None, engines: str | Sequence[str], *, in_flight: str = "wait",
         timeout: float = 600.0, attempts: int = 5,
     ) -> None:  # fmt: skip
-        self.model = model
-        self._publisher: DeltaPublisher | None = None
+        self.model, self._publisher = model, None
         urls = [engines] if isinstance(engines, str) else engines
         self._channels = [_Channel(VLLMServer(url, in_flight, timeout), attempts) for url in urls]
 
@@ -145,111 +123,90 @@ class VLLMPublisher:
         Raises:
             SparsifyError: as :meth:`DeltaPublisher.update`.
         """
-        if self._publisher is None:
-            if self.model is None:
-                raise SparsifyError("the publisher has no model: set its `model` to what sparsify(...) returned.")
-            self._publisher = DeltaPublisher(self.model)
-            update = self._publisher.snapshot()
-        else:
-            update = self._publisher.update()
+        if self.model is None:
+            raise SparsifyError("the publisher has no model: set its `model` to what sparsify(...) returned.")
+        is_first = self._publisher is None
+        self._publisher = self._publisher or DeltaPublisher(self.model)
+        update = self._publisher.snapshot() if is_first else self._publisher.update()
         self(update)
         return update
 
     def __call__(self, update: DeltaUpdate) -> None:
-        """Has an update of another publisher sent."""
+        """Has the update of another publisher sent."""
         for channel in self._channels:
             channel.put(update)
 
     def wait(self) -> None:
-        """Waits until all servers have the last version.
-
-        Raises:
-            SparsifyError: when one of them has not taken it.
-        """
+        """Waits until all servers have the last version; raises ``SparsifyError`` when one has not taken it."""
         for channel in self._channels:
             channel.wait()
 
-    def init_weight_transfer(self) -> None:
-        """Does nothing; from here on are the methods that TRL calls."""
+    resume = destroy = wait  # for TRL, as the methods below
 
-    def pause(self) -> None:
-        """Does nothing: a server pauses as short as it has to."""
+    def init_weight_transfer(self) -> None:
+        """Does nothing: the first version is sent as a snapshot."""
+
+    pause = init_weight_transfer  # a server pauses for each version, as briefly as it can
 
     def send_weights(self, iterator: Iterable[object]) -> None:
-        """Sends the next version; the iterator's weights are only taken from it, as ranks that gather them need."""
+        """Sends the next version, and takes the iterator's weights since all ranks have to gather them."""
         for _ in iterator:
             pass
         self.update()
 
-    def resume(self) -> None:
-        self.wait()
-
-    def destroy(self) -> None:
-        self.wait()
-
 
 class _Channel:
-    """Sends to one server, from a thread that lives while there is something to send; Python's end waits for it."""
+    """Sends to one server, in a thread of its own; Python ends when that has sent the last version."""
 
     def __init__(self, server: VLLMServer, attempts: int) -> None:
-        self._server, self._attempts = server, attempts
+        self._server, self._attempts, self._pool = server, attempts, ThreadPoolExecutor(1)
         self._next: DeltaUpdate | None = None
+        self._tried: DeltaUpdate | None = None
         self._sent: tuple[str, int] | None = None
         self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._runs: list[Future[None]] = []
 
     def put(self, update: DeltaUpdate) -> None:
-        with self._lock:
-            self._next = update
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"updates of {self._server.url}")
-                self._thread.start()
+        self._next = update
+        self._runs = [run for run in self._runs if not run.done()] + [self._pool.submit(self._run)]
 
     def wait(self) -> None:
-        while (thread := self._thread) is not None:
-            thread.join()
+        for run in self._runs:
+            run.result()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                update, self._next = self._next, None
-                if update is None:
-                    self._thread = None
-                    return
-            try:
-                self._send(update)
-                self._error = None
-            except Exception as error:
-                self._error = error
-                warnings.warn(f"vLLM does not have version {update.version}: {brief(error)}", stacklevel=1)
+        if (update := self._next) is None or update is self._tried:  # an earlier run has sent it
+            return
+        self._tried, self._error = update, None
+        try:
+            self._send(update)
+            self._sent = update.chain, update.version
+        except Exception as error:
+            self._error = error
+            warnings.warn(f"vLLM does not have version {update.version}: {brief(error)}", stacklevel=1)
 
     def _send(self, update: DeltaUpdate) -> None:
-        follows = update.is_snapshot or self._sent == (update.chain, update.version - 1)
-        message = update if follows else update.snapshot()
-        label = f"{update.chain}:{update.version}"
+        label, snapshot = f"{update.chain}:{update.version}", self._sent != (update.chain, update.version - 1)
         for attempt in range(self._attempts):
-            is_last = attempt == self._attempts - 1
             try:
-                self._server.change({"data": base64.b64encode(bytes(message)).decode()}, label)
+                message = update.snapshot() if snapshot else update
+                return self._server.change(label, data=base64.b64encode(bytes(message)).decode())
             except StaleUpdateError as error:
-                if "of this run" not in str(error):  # else an answer was lost
+                if "of this run" not in str(error):
                     raise
+                return self._server.call("update_weight_version", new_version=label)  # it is there; an answer was lost
             except (MissingUpdateError, DeltaFormatError):
-                if is_last:
+                if attempt == self._attempts - 1:
                     raise
-                message = update.snapshot()
-                continue
-            except _UNREACHABLE as error:
-                if is_last:
+            except (OSError, http.client.HTTPException) as error:
+                if attempt == self._attempts - 1:
                     problem = f"{self._server.url} cannot be reached ({brief(error)})"
                     raise SparsifyError(f"{problem}: start it; the next version is sent as a snapshot.") from error
                 time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
-                continue
-            self._sent = update.chain, update.version
-            return
+            snapshot = True
+        return None
 
 
 class VLLMTasks:
@@ -257,43 +214,31 @@ class VLLMTasks:
 
     Args:
         url: of the server.
-        in_flight: what becomes of requests that are being answered, as in :class:`VLLMServer`.
-        timeout: seconds to wait for an answer.
+        options: of :class:`VLLMServer`.
     """
 
-    def __init__(self, url: str, *, in_flight: str = "wait", timeout: float = 600.0) -> None:
-        self._server = VLLMServer(url, in_flight, timeout)
+    def __init__(self, url: str, **options: Any) -> None:
+        self._server = VLLMServer(url, **options)
 
     def load(self, name: str, path: StrPath) -> None:
-        """Attaches a delta by a name.
-
-        Args:
-            name: of letters, digits, ``_``, ``-`` and ``.``.
-            path: of the delta on the server's machine, or its id on the hub.
-
-        Raises:
-            SparsifyError: when the server does not take it.
-        """
+        """Attaches a delta, by its path on the server's machine or its id on the hub, and a name without spaces."""
         if not re.fullmatch(r"[\w.-]+", name) or name == "base":
-            expected = "expected letters, digits, _, - and ., and not `base`."
-            raise SparsifyError(f"a delta's name is {name!r:.100}, {expected}")
-        active, names = self._state()
-        path = str(Path(path).absolute()) if Path(path).exists() else str(path)
-        self._change("load", [name], active, [*names, name], path=path)
+            raise SparsifyError(f"the name is {name!r:.100}, expected letters, digits, _, - and ., and not `base`.")
+        local = Path(path).absolute() if Path(path).exists() else path
+        self._change("load", [name], self._state()[0], [*self.list(), name], path=str(local))
 
     def unload(self, name: str) -> None:
         """Forgets a delta; an active one is deactivated."""
-        active, names = self._state()
-        rest = [other for other in names if other != name]
-        self._change("unload", [name], () if name in active else active, rest)
+        active = self._state()[0]
+        self._change("unload", [name], [] if name in active else active, [n for n in self.list() if n != name])
 
     def activate(self, *names: str) -> None:
         """Makes a delta the active one, or the sum of several."""
-        self._change("activate", list(names), names, self._state()[1])
+        self._change("activate", names, names, self.list())
 
     def deactivate(self) -> None:
         """Makes the model the base again, bit for bit."""
-        self._change("deactivate", [], (), self._state()[1])
+        self._change("deactivate", [], [], self.list())
 
     def list(self) -> dict[str, bool]:
         """The names of the attached deltas, and whether each is active."""
@@ -301,12 +246,11 @@ class VLLMTasks:
         return {name: name in active for name in names}
 
     def _state(self) -> tuple[Sequence[str], Sequence[str]]:
-        if (label := _LABEL.fullmatch(self._server.label())) is None:
-            return (), ()
-        return [] if label[1] == "base" else label[1].split("+"), [name for name in label[2].split(",") if name]
+        label = _LABEL.fullmatch(self._server.call("weight_info", "GET")["weight_version"])
+        return ([], []) if label is None else (label[1].split("+"), [*filter(None, label[2].split(","))])
 
     def _change(
-        self, action: str, names: Sequence[str], active: Sequence[str], attached: Sequence[str], **more: str
+        self, action: str, names: Sequence[str], active: Sequence[str], all_names: Iterable[str], **more: str
     ) -> None:
-        label = f"{'+'.join(active) or 'base'} of {','.join(attached)}"
-        self._server.change({"action": action, "names": names, **more}, label)
+        label = f"{'+'.join(active) or 'base'} of {','.join(all_names)}"
+        self._server.change(label, action=action, names=names, **more)

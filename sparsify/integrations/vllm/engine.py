@@ -2,78 +2,55 @@
 
     vllm serve MODEL --weight-transfer-config '{"backend": "sparsify"}'
 
-An update is one ``update_weights`` between ``start_weight_update`` and ``finish_weight_update``, which do nothing here:
-all of it is checked, written, or undone by then.
+A :class:`Request` is one ``update_weights`` between ``start_weight_update`` and ``finish_weight_update``, which have
+nothing to do here: when it returns, everything is written, or nothing.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 
 from sparsify.delta.served import ServedModel
 from sparsify.errors import SparsifyError
-from sparsify.integrations.receiver import Ranks, Receiver, Request
+from sparsify.integrations.receiver import Receiver, Request
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Nothing: a worker needs no connection to the trainer."""
+class SparsifyWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Request]):
+    """Writes the entries that changed into the tensors that a worker computes with."""
 
-
-@dataclass
-class UpdateInfo(Request, WeightTransferUpdateInfo):
-    """A :class:`Request`."""
-
-
-class SparsifyWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Writes the entries that changed into the tensors that a worker computes with; see the module."""
-
-    init_info_cls, update_info_cls, supports_draft_weight_update = InitInfo, UpdateInfo, False
+    init_info_cls, update_info_cls, supports_draft_weight_update = WeightTransferInitInfo, Request, False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        _check_supported(vllm_config)
+        check_supported(vllm_config)
         self._receiver: Receiver | None = None
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Does nothing."""
-
-    def start_weight_update(self) -> None:
-        """Does nothing."""
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: Request) -> None:
         """Carries out a request; raises, and changes nothing, where it cannot."""
         if self._receiver is None:
-            ranks, config = _ranks(), self.model_config
-            model = ServedModel(self.model, _checkpoint(self.vllm_config), config.dtype, is_shard=ranks.size > 1)
-            self._receiver = Receiver(model, ranks)
+            world, path = get_world_group(), _checkpoint(self.vllm_config)
+            model = ServedModel(self.model, path, self.model_config.dtype, is_shard=world.world_size > 1)
+            self._receiver = Receiver(model, world.cpu_group)
         self._receiver.receive(update_info)
 
-    def finish_weight_update(self) -> None:
-        """Does nothing."""
+    def init_transfer_engine(self, init_info: Any = None) -> None:
+        """Does nothing: there is no connection, and an update is complete when it has been received."""
 
-    def shutdown(self) -> None:
-        """Does nothing: the weights stay as they are."""
+    start_weight_update = finish_weight_update = shutdown = init_transfer_engine
 
 
-def _check_supported(config: Any) -> None:
-    """Raises where weights are not as in the checkpoint, or something else derives numbers from them."""
+def check_supported(config: Any) -> None:
+    """Raises where weights are not those of the checkpoint, or something else is derived from them."""
     model, parallel = config.model_config, config.parallel_config
     obstacles = {
         f"the model is quantized ({model.quantization}): serve it unquantized": model.quantization is not None,
         "multi-head latent attention keeps products of weights, which would not follow": model.use_mla,
         "EPLB moves experts between ranks: leave out --enable-eplb": parallel.enable_eplb,
-        "data parallel ranks update one by one: start a server for each": parallel.data_parallel_size > 1,
+        "data parallel ranks would update one by one: start a server for each": parallel.data_parallel_size > 1,
     }
     if obstacle := next((text for text, holds in obstacles.items() if holds), None):
         raise SparsifyError(f'the weight transfer backend "sparsify" does not work here: {obstacle}.')
@@ -81,19 +58,7 @@ def _check_supported(config: Any) -> None:
 
 def _checkpoint(config: Any) -> str:
     """The folder of the checkpoint that vLLM has loaded, a repository's in the cache of the hub."""
-    model = config.model_config
+    model, cache = config.model_config, config.load_config.download_dir
     if Path(model.model).exists():
         return str(model.model)
-    return snapshot_download(
-        model.model, revision=model.revision, cache_dir=config.load_config.download_dir, local_files_only=True
-    )
-
-
-def _ranks() -> Ranks:
-    world = get_world_group()
-
-    def highest(numbers: Tensor) -> Tensor:
-        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=world.cpu_group)
-        return numbers
-
-    return Ranks(world.world_size, world.rank_in_group, highest) if world.world_size > 1 else Ranks()
+    return snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)

@@ -82,12 +82,12 @@ def test_damaged_doubled_reordered_and_foreign_updates_change_nothing(serve, tmp
 
 
 def test_models_whose_weights_are_not_the_checkpoints_are_refused_at_the_start():
-    from sparsify.integrations.vllm.engine import _check_supported
+    from sparsify.integrations.vllm.engine import check_supported
 
     def check(quantization=None, use_mla=False, enable_eplb=False, data_parallel_size=1):
         parallel = SimpleNamespace(enable_eplb=enable_eplb, data_parallel_size=data_parallel_size)
         model = SimpleNamespace(quantization=quantization, use_mla=use_mla)
-        _check_supported(SimpleNamespace(model_config=model, parallel_config=parallel))
+        check_supported(SimpleNamespace(model_config=model, parallel_config=parallel))
 
     check()
     for option, problem in [

@@ -86,7 +86,7 @@ def test_bad_updates_over_http_change_nothing_and_a_snapshot_makes_good(server, 
     lost = run.step().publisher.update()  # of another chain
     update = DeltaUpdate(lost.chain, 5, lost._state, lost._before)
     with pytest.raises(SparsifyError, match="answers 500: this is no update that can be used: its header .* `snapshot\(\)`\.$"):
-        publisher._channels[0]._server.change({"data": "AAAA"}, "bad")
+        publisher._channels[0]._server.change("bad", data="AAAA")
     publisher._channels[0]._sent = update.chain, 4  # as if the server had that
     publisher(update)
     publisher.wait()
