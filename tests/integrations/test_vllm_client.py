@@ -2,6 +2,7 @@
 
 import base64
 import socket
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -242,3 +243,21 @@ def test_errors_keep_their_class_over_http():
     assert type(typed_error("RuntimeError: no", "x")) is SparsifyError
     with pytest.raises(SparsifyError, match="in_flight is 'now', expected one of wait, keep, abort"):
         VLLMServer("http://x", "now")
+
+
+def test_sglangs_hook(served, tmp_path, monkeypatch):
+    """A stub of the hook: ``custom_loader(model, [(name, tensor)])``, as SGLang 0.5.23 calls it."""
+    from sparsify.integrations.sglang import load
+
+    world = SimpleNamespace(world_size=1, cpu_group=None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", SimpleNamespace(get_world_group=lambda: world))
+    (engine, _), run, messages = served, Run(), []
+    publisher = DeltaPublisher(run.model)
+    for update in (publisher.snapshot(), *(run.step() and publisher.update() for _ in range(3))):
+        messages.append(torch.frombuffer(bytearray(bytes(update)), dtype=torch.uint8))
+    for message in messages:
+        load(engine, [(str(tmp_path), message)])
+    assert same(engine, run.expected())
+    for pairs, problem in [(2 * [(str(tmp_path), messages[2])], "got 2"), ([("", messages[2])], "StaleUpdateError: ")]:
+        with pytest.raises(SparsifyError, match=problem):
+            load(engine, pairs)
