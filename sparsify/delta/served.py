@@ -27,9 +27,7 @@ _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)  # of pad
 
 
 class ServedModel(nn.Module):
-    """A base as an engine has arranged it, for deltas, :class:`DeltaSubscriber` and :class:`DeltaSwitch`.
-
-    Tensors have the names, shapes and dtypes that ``from_pretrained`` gives them.
+    """A base as an engine has arranged it, with the names of ``from_pretrained``; deltas and subscribers take it.
 
     Args:
         model: the engine's model, with a method ``load_weights`` for names and tensors of the checkpoint.
@@ -51,19 +49,19 @@ class ServedModel(nn.Module):
     def find_targets(self, names: Iterable[str]) -> dict[str, Any]:
         """The tensors with these names; raises where the checkpoint lacks one, or the engine does not just copy it."""
         targets, memory = dict.fromkeys(names), _memory(self._model[0])
-        checkpoint, new = self.checkpoint, [name for name in targets if name not in self._tensors]
-        layouts = {name: checkpoint.copies(name, checkpoint.layout(name)) for name in new}
+        stored, new = self.checkpoint, [name for name in targets if name not in self._tensors]
+        layouts = {name: stored.copies(name, stored.layout(name)) for name in new}
         windows = self._ask_loader({key for own in layouts.values() for layout in own for key in layout.keys}, memory)
         self._tensors |= {name: ServedTensor(name, self, own, windows) for name, own in layouts.items()}
-        first_names: dict[object, str] = {}
-        for name in targets:
-            tensor = self._tensors[name]
-            if (first := first_names.setdefault(tensor.origin, name)) != name:
+        found = {name: self._tensors[name] for name in targets}
+        first_names = {tensor.origin: name for name, tensor in reversed(found.items())}
+        for name, tensor in found.items():
+            if (first := first_names[tensor.origin]) != name:
                 one = f"`{first}` and `{name}` are one tensor in the checkpoint (`{tensor.origin[0]}`)"
                 raise BaseMismatchError(f"{one} and two in the delta: serve the base with these weights untied.")
             if not tensor.addresses <= memory.keys():
                 raise SparsifyError(f"the engine has moved `{name}` to other memory since: start it anew.")
-        return {name: self._tensors[name] for name in targets}
+        return found
 
     def _ask_loader(self, keys: set[str], memory: dict[int, str]) -> dict[str, list[Window]]:
         shapes = {key: self.checkpoint.stored[key].shape for key in sorted(keys)}
@@ -72,9 +70,9 @@ class ServedModel(nn.Module):
         try:
             with torch.inference_mode(False), torch.no_grad(), survey:
                 loader.load_weights(list(tensors.items()))  # type: ignore[operator]
+        except SparsifyError:
+            raise
         except Exception as error:  # of the engine's code for hundreds of models
-            if isinstance(error, SparsifyError):
-                raise
             problem = f"the engine does not load `{survey.last}` once more ({type(error).__name__}: {brief(error)})"
             raise BaseMismatchError(f"{problem}: it has packed it, or is quantized. Serve it unquantized.") from error
         return survey.windows
@@ -116,14 +114,14 @@ class Window(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Entries in one piece of the engine's memory."""
+    """Entries in one piece of memory: their positions (k,) there, on its device, and their numbers (k,) among all."""
 
     memory: Tensor
-    positions: Tensor  # (k,) on the memory's device
-    numbers: Tensor  # (k,) of the entries among those that were looked for, on the CPU
+    positions: Tensor
+    numbers: Tensor
 
     def of(self, values: Tensor) -> Tensor:
-        """Those of the values (n,) of all entries that go here, as they are kept here."""
+        """Those of all entries' values (n,) that go here, as they are kept here."""
         return values.reshape(-1)[self.numbers].to(self.memory.device, self.memory.dtype)
 
 
@@ -142,7 +140,7 @@ class ServedTensor:
         self._last: tuple[Tensor | None, list[Place]] = None, []
 
     def take(self, indices: Tensor) -> Tensor:
-        """The base's values (n,): from memory if that has all of them as they are stored, else from the checkpoint.
+        """The base's values (n,), of memory or, where that has not all, or in another dtype, of the checkpoint.
 
         What memory has is compared by :meth:`holds` before a plan is carried out.
         """
@@ -150,14 +148,14 @@ class ServedTensor:
         for place in self._places(indices):
             found[place.numbers] = True
             values[place.numbers] = place.memory[place.positions].to("cpu", self.dtype)
-        if not self._model.is_shard and not found.all():
+        is_whole = bool(found.all())
+        if not (is_whole or self._model.is_shard):
             missing = f"{int((~found).sum()):,} of {len(found):,} entries of `{self._name}`"
-            raise BaseMismatchError(
-                f"the engine has no place for {missing}: its model leaves that tensor out, or ties it."
-            )
+            raise BaseMismatchError(f"the engine has no place for {missing}: it leaves the tensor out, or has tied it.")
         self._model.found.append(found)
-        is_whole = self._is_as_stored and bool(found.all())
-        return values if is_whole else self._model.checkpoint.take(self._layouts[0], indices)
+        if is_whole and self._is_as_stored:
+            return values
+        return self._model.checkpoint.take(self._layouts[0], indices)
 
     def holds(self, indices: Tensor | None, values: Tensor) -> bool:
         """Whether the entries that are in this memory have these values, in the dtype there."""
@@ -179,8 +177,7 @@ class ServedTensor:
             for part in (part for layout in self._layouts for part in layout.locate(every)):
                 for window in self._windows[part.key]:
                     numbers, positions = window.locate(part.indices)
-                    if len(numbers):
-                        places.append(Place(window.memory, positions.to(window.memory.device), part.entries[numbers]))
+                    places.append(Place(window.memory, positions.to(window.memory.device), part.entries[numbers]))
             self._last = indices, places
         return self._last[1]
 
@@ -199,17 +196,16 @@ class _Survey(TorchDispatchMode):
         keys = [self._keys.get(tensor.untyped_storage()._cdata) for tensor in tensors]
         self.last = next(filter(None, keys), self.last)
         own = self._memory.get(tensors[0].untyped_storage().data_ptr()) if tensors else None
+        writes_own = own is not None and func._schema.is_mutable
         if func is _aten.copy_.default and keys[-1] and not keys[0]:
             self._record(*tensors, own)
-        elif any(keys) and func not in _COPIES:  # a copy keeps the geometry if it is the tensor itself
-            if not func.is_view:
-                raise self._refusal(f"{func}, which changes values or looks at them")
-            return func(*args, **kwargs or {})
-        elif own and func._schema.is_mutable and func not in _FILLS:
+            return args[0]
+        if any(keys) and func not in _COPIES and not func.is_view:
+            raise self._refusal(f"{func}, which changes values or looks at them")
+        if writes_own and func not in _FILLS:
             raise self._refusal(f"{func} on its own `{own}`")
-        elif not (any(keys) or (own and func._schema.is_mutable)):
-            return func(*args, **kwargs or {})
-        return args[0]
+        # a copy is the tensor itself, whose geometry it would have lost
+        return args[0] if writes_own or (any(keys) and func in _COPIES) else func(*args, **kwargs or {})
 
     def _record(self, target: Tensor, source: Tensor, own: str | None) -> None:
         window = Window.of(target, source.expand(target.shape))

@@ -1,9 +1,4 @@
-"""What a worker of an inference engine does with requests: it follows a training run, or switches between deltas.
-
-Where several ranks share a model, all of them carry out a request, or none does.
-"""
-
-from __future__ import annotations
+"""What a worker of an inference engine does with requests: it follows a training run, or switches between deltas."""
 
 import base64
 import binascii
@@ -20,23 +15,16 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 from sparsify.stream.subscriber import DeltaSubscriber
 
 MOST_BYTES = 2**30  # of an update
+_ACTIONS = ("update", "attach", "detach", "activate", "deactivate")
 
 
 @dataclass
 class Request:
-    """A request to a worker, in JSON's types.
-
-    Attributes:
-        action: ``"update"``; ``"load"``, of a delta; ``"unload"``, ``"activate"``, of one or several; ``"deactivate"``.
-        names: of deltas.
-        data: an update's bytes, in base64.
-        path: of the delta to load on the worker's machine.
-    """
+    """An action, in JSON's types: ``"update"``, with its bytes in base64, or a method of :class:`DeltaSwitch`."""
 
     action: str = "update"
-    names: list[str] = field(default_factory=list)
     data: str = ""
-    path: str = ""
+    arguments: list[Any] = field(default_factory=list)
 
 
 class Receiver:
@@ -44,7 +32,7 @@ class Receiver:
 
     Args:
         model: the engine's model.
-        group: the process group, for tensors on the CPU, of the ranks that share the model.
+        group: of the ranks that share the model, for tensors on the CPU: all of them carry out a request, or none.
     """
 
     def __init__(self, model: ServedModel, group: Any = None) -> None:
@@ -89,26 +77,16 @@ class Receiver:
         return numbers
 
     def _carry_out(self, request: Request) -> None:
-        action, names, switch = request.action, request.names, self._switch
-        if action == "update":
-            if len(switch):
-                attached = ", ".join(switch)
-                raise SparsifyError(f"the engine serves deltas ({attached}): unload them, or use another engine.")
-            self._follower.apply(decode(request.data))
-        elif self._follower.version is not None:
-            raise SparsifyError("the engine follows a training run: start another one to serve deltas.")
-        elif action == "load" and request.path and len(names) == 1:
-            switch.attach(names[0], request.path)
-        elif action == "unload":
-            for name in names:
-                switch.detach(name)
-        elif action == "activate" and names:
-            switch.activate(names if len(names) > 1 else names[0])
-        elif action == "deactivate":
-            switch.deactivate()
+        if request.action not in _ACTIONS:
+            raise SparsifyError(f"the action is {request.action!r:.30}, expected one of {', '.join(_ACTIONS)}.")
+        if request.action != "update":
+            if self._follower.version is not None:
+                raise SparsifyError("the engine follows a training run: start another one to serve deltas.")
+            getattr(self._switch, request.action)(*request.arguments)
+        elif names := ", ".join(self._switch):
+            raise SparsifyError(f"the engine serves deltas ({names}): unload them, or use another engine.")
         else:
-            expected = "expected update, load (a name and a path), unload, activate (names) or deactivate."
-            raise SparsifyError(f"the request is {action!r:.30} of {len(names)} names; {expected}")
+            self._follower.apply(decode(request.data))
 
 
 def decode(data: str) -> bytes:

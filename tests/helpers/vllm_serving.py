@@ -1,4 +1,4 @@
-"""Tiny models that vLLM serves, in this process or by its server, and what transformers makes of the same prompts."""
+"""Tiny models that vLLM serves, in this process or by its server, and a trainer's answers to the same prompts."""
 
 import base64
 import gc
@@ -10,41 +10,38 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 
+import psutil
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
-from sparsify import sparsify
-from sparsify.stream.publisher import DeltaPublisher
+from sparsify import DeltaPublisher, sparsify
 
-VOCABULARY, NEW_TOKENS = 200, 8
-PROMPTS = [[10, 11, 12, 13, 14], [50, 60, 70, 80, 90], [7, 9, 7, 9, 7]]
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "initializer_range": 0.1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+NEW_TOKENS, PROMPTS = 8, [[10, 11, 12, 13, 14], [50, 60, 70, 80, 90], [7, 9, 7, 9, 7]]
+SIZES = {"vocab_size": 200, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []}
 CONFIGS = {
     "Llama": {},
     "Qwen2": {"tie_word_embeddings": True},  # with biases
-    "Qwen3": {"head_dim": 32},
-    "Gemma3": {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32, "initializer_range": 0.02},  # tied
-    "Qwen3Moe": {"head_dim": 32, **EXPERTS},
+    "Qwen3": {},
+    "Gemma3": {"sliding_window": 64, "query_pre_attn_scalar": 32, "initializer_range": 0.02},  # tied
+    "Qwen3Moe": EXPERTS,
 }
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
+OPTIONS |= {"enforce_eager": True}
 CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_SERVER_DEV_MODE": "1"}
 
 
-def save(name, folder, **options):
-    """Saves a model with random weights and, for vLLM's server, a tokenizer of words."""
-    config_class = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")
+def save(name, folder):
+    """Saves a model with random weights, and a tokenizer that vLLM's server can load."""
+    config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**{**SIZES, **CONFIGS[name], **options}))
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | CONFIGS[name])).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(200)}, unk_token="3"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return str(folder)
 
@@ -52,15 +49,13 @@ def save(name, folder, **options):
 class Run:
     """A training of a saved model, in steps that change its answers."""
 
-    def __init__(self, folder, budget=2000, **options):
-        self.base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        self.model = sparsify(self.base, budget, steps=4, **options)
+    def __init__(self, folder, **options):
+        self.model = sparsify(transformers.AutoModelForCausalLM.from_pretrained(folder), 2000, steps=4, **options)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
-        self.publisher, self.seed = DeltaPublisher(self.model), 0
+        self.publisher, self.generator = DeltaPublisher(self.model), torch.Generator().manual_seed(1)
 
     def step(self):
-        self.seed += 1
-        tokens = torch.randint(3, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(self.seed))
+        tokens = torch.randint(3, 200, (4, 16), generator=self.generator)
         self.model.train()(input_ids=tokens, labels=tokens).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -81,28 +76,24 @@ class InProcess:
     def __init__(self, folder, **options):
         from vllm import LLM
 
-        backend = {"weight_transfer_config": {"backend": "sparsify"}}
-        self.llm = LLM(folder, enforce_eager=True, **backend, **OPTIONS, **options)
+        self.llm = LLM(folder, weight_transfer_config={"backend": "sparsify"}, **OPTIONS, **options)
 
     def answers(self):
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in PROMPTS], sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [list(each.outputs[0].token_ids) for each in self.llm.generate(prompts, sampling, use_tqdm=False)]
 
-    def send(self, update, **request):
-        request = request or {"data": base64.b64encode(bytes(update)).decode()}
+    def send(self, update):
         self.llm.start_weight_update()
         try:
-            self.llm.update_weights({"update_info": request})
-            self.llm.finish_weight_update()
+            self.llm.update_weights({"update_info": {"data": base64.b64encode(bytes(update)).decode()}})
         except Exception:
-            try:
+            with suppress(RuntimeError):
                 self.llm.finish_weight_update()
-            except RuntimeError:
-                pass
             raise
+        self.llm.finish_weight_update()
         self.llm.reset_prefix_cache()
 
     def close(self):
@@ -114,55 +105,48 @@ class InProcess:
 
 
 class Served:
-    """What ``vllm serve`` starts, which command the distribution vllm-cpu lacks."""
+    """What ``vllm serve`` starts, a command that the distribution vllm-cpu lacks."""
 
     def __init__(self, folder, port=None):
-        if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as found:
-                port = found.getsockname()[1]
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
-        given = {"model": folder, "port": port, "host": "127.0.0.1", "served-model-name": "policy", **OPTIONS}
-        given["weight-transfer-config"] = '{"backend": "sparsify"}'
-        flags = [part for key, value in given.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--enable-scale-out", *flags],
-            env={**os.environ, **CPU}, start_new_session=True,
-        )  # fmt: skip
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = port or found.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        given = {"model": folder, "port": self.port, "host": "127.0.0.1", "served_model_name": "policy", **OPTIONS}
+        given |= {"weight_transfer_config": '{"backend": "sparsify"}', "enable_scale_out": True}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for key, value in given.items():
+            command += [f"--{key.replace('_', '-')}"] + [str(value)] * (value is not True)
+        self.process = subprocess.Popen(command, env=os.environ | CPU, start_new_session=True)
 
     def wait_until_up(self):
         for _ in range(1200):
-            try:
+            with suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/health", timeout=5)
                 return self
-            except OSError:
-                assert self.process.poll() is None, "vLLM has ended"
-                time.sleep(0.1)
+            assert self.process.poll() is None, "vLLM has ended"
+            time.sleep(0.1)
         raise TimeoutError("vLLM does not come up")
 
-    def post(self, route, body):
-        data = json.dumps(body).encode()
+    def post(self, route, **body):
+        data = json.dumps({"model": "policy", **body}).encode()
         request = urllib.request.Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+            return json.load(answer)["choices"][0]
 
     def generate(self, prompt):
         """The tokens, and the labels of the versions that they are of."""
         sampling = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-        body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling}
-        choice = self.post("inference/v1/generate", body)["choices"][0]
+        choice = self.post("inference/v1/generate", token_ids=prompt, sampling_params=sampling)
         return choice["token_ids"], [span["version"] for span in choice["weight_versions"]]
 
-    def complete(self, prompt):
-        """The same by OpenAI's API."""
-        body = {"model": "policy", "prompt": prompt, "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-        return self.post("v1/completions", {**body, "return_token_ids": True})["choices"][0]["token_ids"]
+    def answers(self):
+        """By OpenAI's API."""
+        options = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        return [self.post("v1/completions", prompt=prompt, **options)["token_ids"] for prompt in PROMPTS]
 
     def engine_process(self):
-        import psutil
-
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (engine,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-        return engine
+        return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
 
     def close(self):
         if self.process.poll() is None:

@@ -13,8 +13,8 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 _IN_FLIGHT = ("wait", "keep", "abort")
 _ERROR = re.compile(r"(\w+Error): ((?:(?!\w+Error: |', please check).)*)", re.DOTALL)  # as a worker writes it
 _LABEL = re.compile(r"(\S+) of (.*)")  # of active deltas, or `base`, and of all
-_FIRST_PAUSE_SECONDS = 0.2  # before a second attempt
+_PAUSE_SECONDS = 0.1  # before the third attempt, and 4, 9, 16, ... times as long before the later ones
 
 
 class VLLMServer:
@@ -42,13 +42,13 @@ class VLLMServer:
         timeout: seconds to wait for an answer, and so for requests that are to end.
     """
 
-    def __init__(self, url: str, in_flight: str = "wait", timeout: float = 600.0) -> None:
+    def __init__(self, url: str, *, in_flight: str = "wait", timeout: float = 600.0) -> None:
         if in_flight not in _IN_FLIGHT:
             raise SparsifyError(f"in_flight is {in_flight!r}, expected one of {', '.join(_IN_FLIGHT)}.")
         self.url, self._in_flight, self._timeout = url.rstrip("/"), in_flight, timeout
 
     def change(self, label: str, **request: Any) -> None:
-        """Has the workers carry out a :class:`Request` between answers, and empties the caches.
+        """Has the workers carry out a :class:`Request` between answers, which have the label from then on.
 
         Raises:
             SparsifyError: that of the workers, which then have changed nothing, or of the server.
@@ -81,17 +81,12 @@ class VLLMServer:
         except urllib.error.HTTPError as error:
             text = error.read(10_000).decode(errors="replace")
             if error.code == 404:
-                text = "it lacks the route: start it with VLLM_SERVER_DEV_MODE=1 in its environment."
-            raise typed_error(text, f"{self.url}/{route} answers {error.code}") from error
-
-
-def typed_error(text: str, where: str) -> SparsifyError:
-    """A worker's error from what the server says about it."""
-    for name, problem in reversed(_ERROR.findall(text)):
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, SparsifyError):
-            return kind(f"{where}: {brief(problem, 1000)}")
-    return SparsifyError(f"{where}: {brief(text, 1000)}")
+                text = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            with suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]["message"]
+            found = [(getattr(errors, name, None), problem) for name, problem in _ERROR.findall(text)]
+            kind, text = next(((kind, problem) for kind, problem in reversed(found) if kind), (SparsifyError, text))
+            raise kind(f"{self.url}/{route} answers {error.code}: {brief(text, 1000)}") from error
 
 
 class VLLMPublisher:
@@ -104,18 +99,16 @@ class VLLMPublisher:
     Args:
         model: a sparsified model; ``None`` for TRL's trainer, which loads it: set ``publisher.model`` then.
         engines: the URL of a vLLM server, or of several.
-        in_flight: what becomes of requests that are being answered, as in :class:`VLLMServer`.
-        timeout: seconds to wait for an answer.
-        attempts: number of times that a server is tried, after pauses that double.
+        attempts: number of times that a server is tried, after pauses that grow.
+        options: of :class:`VLLMServer`.
     """
 
     def __init__(
-        self, model: nn.Module | None, engines: str | Sequence[str], *, in_flight: str = "wait",
-        timeout: float = 600.0, attempts: int = 5,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module | None, engines: str | Sequence[str], *, attempts: int = 8, **options: Any
+    ) -> None:
         self.model, self._publisher = model, None
         urls = [engines] if isinstance(engines, str) else engines
-        self._channels = [_Channel(VLLMServer(url, in_flight, timeout), attempts) for url in urls]
+        self._followers = [_Follower(url, attempts, **options) for url in urls]
 
     def update(self) -> DeltaUpdate:
         """Makes the next version, of what the model holds now, and has it sent; call it between optimizer steps.
@@ -133,20 +126,20 @@ class VLLMPublisher:
 
     def __call__(self, update: DeltaUpdate) -> None:
         """Has the update of another publisher sent."""
-        for channel in self._channels:
-            channel.put(update)
+        for follower in self._followers:
+            follower.put(update)
 
     def wait(self) -> None:
         """Waits until all servers have the last version; raises ``SparsifyError`` when one has not taken it."""
-        for channel in self._channels:
-            channel.wait()
+        for follower in self._followers:
+            follower.wait()
 
     resume = destroy = wait  # for TRL, as the methods below
 
     def init_weight_transfer(self) -> None:
-        """Does nothing: the first version is sent as a snapshot."""
+        """Does nothing: the first version is sent as a snapshot, and a server pauses for each as briefly as it can."""
 
-    pause = init_weight_transfer  # a server pauses for each version, as briefly as it can
+    pause = init_weight_transfer
 
     def send_weights(self, iterator: Iterable[object]) -> None:
         """Sends the next version, and takes the iterator's weights since all ranks have to gather them."""
@@ -155,29 +148,29 @@ class VLLMPublisher:
         self.update()
 
 
-class _Channel:
-    """Sends to one server, in a thread of its own; Python ends when that has sent the last version."""
+class _Follower(VLLMServer):
+    """A server and the thread that sends to it; Python ends when that has sent the last version."""
 
-    def __init__(self, server: VLLMServer, attempts: int) -> None:
-        self._server, self._attempts, self._pool = server, attempts, ThreadPoolExecutor(1)
+    def __init__(self, url: str, attempts: int, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._attempts, self._thread = attempts, ThreadPoolExecutor(1)
         self._next: DeltaUpdate | None = None
         self._tried: DeltaUpdate | None = None
         self._sent: tuple[str, int] | None = None
         self._error: Exception | None = None
-        self._runs: list[Future[None]] = []
 
     def put(self, update: DeltaUpdate) -> None:
         self._next = update
-        self._runs = [run for run in self._runs if not run.done()] + [self._pool.submit(self._run)]
+        self._run = self._thread.submit(self._send_next)
 
     def wait(self) -> None:
-        for run in self._runs:
-            run.result()
+        if self._next is not None:
+            self._run.result()
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
-        if (update := self._next) is None or update is self._tried:  # an earlier run has sent it
+    def _send_next(self) -> None:
+        if (update := self._next) is None or update is self._tried:  # it was there when the last one was sent
             return
         self._tried, self._error = update, None
         try:
@@ -188,69 +181,52 @@ class _Channel:
             warnings.warn(f"vLLM does not have version {update.version}: {brief(error)}", stacklevel=1)
 
     def _send(self, update: DeltaUpdate) -> None:
-        label, snapshot = f"{update.chain}:{update.version}", self._sent != (update.chain, update.version - 1)
+        label, is_next = f"{update.chain}:{update.version}", self._sent == (update.chain, update.version - 1)
         for attempt in range(self._attempts):
+            message = update if is_next and not attempt else update.snapshot()
             try:
-                message = update.snapshot() if snapshot else update
-                return self._server.change(label, data=base64.b64encode(bytes(message)).decode())
+                return self.change(label, data=base64.b64encode(bytes(message)).decode())
             except StaleUpdateError as error:
                 if "of this run" not in str(error):
                     raise
-                return self._server.call("update_weight_version", new_version=label)  # it is there; an answer was lost
-            except (MissingUpdateError, DeltaFormatError):
-                if attempt == self._attempts - 1:
-                    raise
-            except (OSError, http.client.HTTPException) as error:
-                if attempt == self._attempts - 1:
-                    problem = f"{self._server.url} cannot be reached ({brief(error)})"
-                    raise SparsifyError(f"{problem}: start it; the next version is sent as a snapshot.") from error
-                time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
-            snapshot = True
-        return None
+                return self.call("update_weight_version", new_version=label)  # it is there; an answer was lost
+            except (MissingUpdateError, DeltaFormatError, OSError, http.client.HTTPException) as error:
+                problem = error
+                time.sleep(_PAUSE_SECONDS * attempt**2)
+        remedy = "start it, or look at its log; the next version is sent as a snapshot."
+        raise SparsifyError(f"{self.url} does not take it ({brief(problem)}): {remedy}") from problem
 
 
-class VLLMTasks:
-    """Deltas by name on a vLLM server, one of them or the sum of several active for all requests.
-
-    Args:
-        url: of the server.
-        options: of :class:`VLLMServer`.
-    """
-
-    def __init__(self, url: str, **options: Any) -> None:
-        self._server = VLLMServer(url, **options)
+class VLLMTasks(VLLMServer):
+    """Deltas by name on a vLLM server, one of them or the sum of several active for all requests."""
 
     def load(self, name: str, path: StrPath) -> None:
         """Attaches a delta, by its path on the server's machine or its id on the hub, and a name without spaces."""
         if not re.fullmatch(r"[\w.-]+", name) or name == "base":
             raise SparsifyError(f"the name is {name!r:.100}, expected letters, digits, _, - and ., and not `base`.")
         local = Path(path).absolute() if Path(path).exists() else path
-        self._change("load", [name], self._state()[0], [*self.list(), name], path=str(local))
+        self._change(self.list() | {name: False}, "attach", name, str(local))
 
     def unload(self, name: str) -> None:
-        """Forgets a delta; an active one is deactivated."""
-        active = self._state()[0]
-        self._change("unload", [name], [] if name in active else active, [n for n in self.list() if n != name])
+        """Forgets a delta; if it is active, the model is the base again."""
+        before = self.list()
+        after = {other: active and not before.get(name) for other, active in before.items() if other != name}
+        self._change(after, "detach", name)
 
     def activate(self, *names: str) -> None:
         """Makes a delta the active one, or the sum of several."""
-        self._change("activate", names, names, self.list())
+        self._change({name: name in names for name in self.list()}, "activate", names if len(names) > 1 else names[0])
 
     def deactivate(self) -> None:
         """Makes the model the base again, bit for bit."""
-        self._change("deactivate", [], [], self.list())
+        self._change(dict.fromkeys(self.list(), False), "deactivate")
 
     def list(self) -> dict[str, bool]:
         """The names of the attached deltas, and whether each is active."""
-        active, names = self._state()
-        return {name: name in active for name in names}
+        label = _LABEL.fullmatch(self.call("weight_info", "GET")["weight_version"])
+        names = [] if label is None else [*filter(None, label[2].split(","))]
+        return {name: label is not None and name in label[1].split("+") for name in names}
 
-    def _state(self) -> tuple[Sequence[str], Sequence[str]]:
-        label = _LABEL.fullmatch(self._server.call("weight_info", "GET")["weight_version"])
-        return ([], []) if label is None else (label[1].split("+"), [*filter(None, label[2].split(","))])
-
-    def _change(
-        self, action: str, names: Sequence[str], active: Sequence[str], all_names: Iterable[str], **more: str
-    ) -> None:
-        label = f"{'+'.join(active) or 'base'} of {','.join(all_names)}"
-        self._server.change(label, action=action, names=names, **more)
+    def _change(self, after: Mapping[str, bool], action: str, *arguments: Any) -> None:
+        active = "+".join(name for name in after if after[name]) or "base"
+        self.change(f"{active} of {','.join(after)}", action=action, arguments=arguments)
