@@ -120,9 +120,12 @@ class Place(NamedTuple):
     positions: Tensor
     numbers: Tensor
 
+    def held(self) -> Tensor:
+        return self.memory.index_select(0, self.positions)
+
     def of(self, values: Tensor) -> Tensor:
         """Those of all entries' values (n,) that go here, as they are kept here."""
-        return values.reshape(-1)[self.numbers].to(self.memory.device, self.memory.dtype)
+        return values.reshape(-1).index_select(0, self.numbers).to(self.memory.device, self.memory.dtype)
 
 
 class ServedTensor:
@@ -147,7 +150,7 @@ class ServedTensor:
         found, values = torch.zeros(len(indices), dtype=torch.bool), torch.empty(len(indices), dtype=self.dtype)
         for place in self._places(indices):
             found[place.numbers] = True
-            values[place.numbers] = place.memory[place.positions].to("cpu", self.dtype)
+            values[place.numbers] = place.held().to("cpu", self.dtype)
         is_whole = bool(found.all())
         if not (is_whole or self._model.is_shard):
             missing = f"{int((~found).sum()):,} of {len(found):,} entries of `{self._name}`"
@@ -160,7 +163,7 @@ class ServedTensor:
     def holds(self, indices: Tensor | None, values: Tensor) -> bool:
         """Whether the entries that are in this memory have these values, in the dtype there."""
         places = self._places(indices)
-        return all(torch.equal(as_bits(place.memory[place.positions]), as_bits(place.of(values))) for place in places)
+        return all(torch.equal(as_bits(place.held()), as_bits(place.of(values))) for place in places)
 
     def put(self, indices: Tensor | None, values: Tensor) -> None:
         for place in self._places(indices):

@@ -52,7 +52,7 @@ def test_damaged_doubled_reordered_and_foreign_updates_change_nothing(serve, tmp
         (last, "MissingUpdateError: this update makes version 3 from version 2"),
         (Run(tmp_path).step().publisher.update(), "MissingUpdateError.* of another run"),
         (
-            other_base.step().publisher.snapshot(),
+            other_base.step().publisher.update().snapshot(),
             "BaseMismatchError: the checkpoint .* has no tensor|does not hold the",
         ),
     ]:
