@@ -36,10 +36,10 @@ OPTIONS |= {"enforce_eager": True}
 CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_SERVER_DEV_MODE": "1"}
 
 
-def save(name, folder):
+def save(name, folder, seed=0):
     """Saves a model with random weights, and a tokenizer that vLLM's server can load."""
     config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | CONFIGS[name])).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({str(number): number for number in range(200)}, unk_token="3"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
