@@ -2,6 +2,7 @@
 
     python -m examples.online_rl --out online_rl
     python -m examples.online_rl --model MODEL --tasks train_gsm8k.jsonl.gz --new-tokens 256 --budget 0.001 --lr 1e-4
+    python -m examples.online_rl --model MODEL --vllm http://localhost:8000 --out online_rl
 
     trainer                                                              sampler
     the update to version v, and prompts   ------- bytes, texts ------>  applies it, generates with version v
@@ -11,6 +12,9 @@ The loss is REINFORCE's, with each reward compared to those of the other answers
 for entropy, without which all answers soon are the same. A right answer has a reward of 0.8; an answer that ends by
 itself, in a number, 0.2. By default the tasks are sums of two small numbers, and the model is a tiny one with random
 weights, whose tokens are characters.
+
+With ``--vllm`` the sampler is a vLLM server of the same model, which is started with ``VLLM_SERVER_DEV_MODE=1`` in its
+environment and ``--weight-transfer-config '{"backend": "sparsify"}'``; ``--save FOLDER`` writes the tiny model for it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import json
 import multiprocessing
 import os
 import random
+import urllib.request
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,13 +36,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from examples.paper.answers import is_right
 from examples.rows import read_jsonl
-from sparsify import DeltaPublisher, DeltaSubscriber, sparsify
+from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate, sparsify
+from sparsify.integrations.vllm.client import VLLMPublisher
 
+Ask = Callable[[DeltaUpdate, Sequence[str]], tuple[int, Tensor, Tensor]]  # version, mask of prompts, tokens
 LARGEST = 3  # number in a sum
 ENTROPY = 0.05  # weight of the bonus in the loss
 
 
-def load(name: str | None) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+def load(name: str | None, heads: int = 4) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     """The base, the same in both processes, and its tokenizer."""
     if name is not None:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -45,7 +53,7 @@ def load(name: str | None) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *"0123456789+="])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": heads}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), initializer_range=0.1, eos_token_id=1, **shape))
     special = {"pad_token": "<pad>", "eos_token": "<end>", "padding_side": "left"}
@@ -66,6 +74,38 @@ def sample(connection: Connection, options: argparse.Namespace) -> None:
             top_p=1.0, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
         connection.send((version, encoded.attention_mask.repeat_interleave(options.samples, 0).numpy(), tokens.numpy()))
+
+
+def ask_process(connection: Connection) -> Ask:
+    def ask(update: DeltaUpdate, prompts: Sequence[str]) -> tuple[int, Tensor, Tensor]:
+        connection.send((bytes(update), prompts))
+        version, mask, tokens = connection.recv()
+        return version, torch.tensor(mask), torch.tensor(tokens)
+
+    return ask
+
+
+def ask_vllm(url: str, options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Ask:
+    """Has vLLM take each update, and answer prompts by OpenAI's API."""
+    publisher = VLLMPublisher(None, url)
+
+    def ask(update: DeltaUpdate, prompts: Sequence[str]) -> tuple[int, Tensor, Tensor]:
+        publisher(update)
+        encoded = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        given = [ids[mask.bool()].tolist() for ids, mask in zip(*encoded.values(), strict=True)]
+        body = {"prompt": given, "n": options.samples, "max_tokens": options.new_tokens, "temperature": 1.0}
+        body |= {"seed": update.version, "return_token_ids": True, "top_p": 1.0, "top_k": -1}
+        publisher.wait()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            choices = json.load(answer)["choices"]
+        answers = [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+        answers = [ids + [tokenizer.pad_token_id] * (options.new_tokens - len(ids)) for ids in answers]
+        ids, mask = (encoded[key].repeat_interleave(options.samples, 0) for key in ("input_ids", "attention_mask"))
+        return update.version, mask, torch.cat([ids, torch.tensor(answers)], 1)
+
+    return ask
 
 
 def find_tasks(file: str | None) -> list[tuple[str, str]]:
@@ -92,9 +132,10 @@ def reward(text: str, ended: bool, right: str) -> float:
     return 0.2 * (ended and text.rstrip(" .")[-1:].isdigit()) + 0.8 * is_right(right, text)
 
 
-def train(connection: Connection, options: argparse.Namespace) -> list[dict[str, float]]:
+def train(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, ask: Ask, options: argparse.Namespace
+) -> list[dict[str, float]]:
     """Each version's mean reward, and the bytes that it took to send it."""
-    model, tokenizer = load(options.model)
     print(f"all weights: {sum(parameter.nbytes for parameter in model.parameters()):,} bytes")
     model = sparsify(model.train(), options.budget, steps=options.steps, schedule="early")
     optimizer = torch.optim.AdamW([model.sparse_values], options.lr, weight_decay=0)
@@ -102,10 +143,8 @@ def train(connection: Connection, options: argparse.Namespace) -> list[dict[str,
     update = publisher.snapshot()
     for _ in range(options.steps):
         prompts, right = zip(*rng.choices(tasks, k=options.prompts), strict=True)
-        connection.send((bytes(update), prompts))
-        version, *arrays = connection.recv()
+        version, mask, tokens = ask(update, prompts)
         assert version == update.version  # the answers have to be those of the policy that learns from them
-        mask, tokens = map(torch.tensor, arrays)
         answers = tokens[:, mask.shape[1] :]
         ends = (answers == tokenizer.eos_token_id).int()
         counts = (ends.cumsum(1) - ends == 0).long()  # to the first end, included
@@ -119,7 +158,6 @@ def train(connection: Connection, options: argparse.Namespace) -> list[dict[str,
         curve.append({"version": version, "reward": rewards.mean().item(), "bytes": len(bytes(update))})
         print("version {version}: reward {reward:.3f}, {bytes:,} bytes".format(**curve[-1]), flush=True)
         update = publisher.update()
-    connection.send(None)
     return curve
 
 
@@ -143,12 +181,23 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=3, help="of an answer, at most")
     parser.add_argument("--budget", type=float, default=0.1, help="share of the weights")
     parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--vllm", metavar="URL", help="of a server to sample from; default: a process")
+    parser.add_argument("--save", type=Path, help="write the model to a folder, for vLLM to serve, and do nothing else")
     parser.add_argument("--out", type=Path, help="folder for curve.json and curve.png (extra plot)")
     options = parser.parse_args()
-    connection, theirs = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=sample, args=(theirs, options), daemon=True).start()
-    theirs.close()  # so that the end of the sampler is an error here
-    curve = train(connection, options)
+    model, tokenizer = load(options.model, 4 if options.save is None else 2)  # vLLM's kernels need 32 numbers a head
+    if options.save is not None:
+        model.save_pretrained(options.save)
+        tokenizer.save_pretrained(options.save)
+        return
+    if options.vllm is None:
+        connection, theirs = multiprocessing.Pipe()
+        multiprocessing.get_context("spawn").Process(target=sample, args=(theirs, options), daemon=True).start()
+        theirs.close()  # so that the end of the sampler is an error here
+        curve = train(model, tokenizer, ask_process(connection), options)
+        connection.send(None)
+    else:
+        curve = train(model, tokenizer, ask_vllm(options.vllm, options, tokenizer), options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")

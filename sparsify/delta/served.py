@@ -201,7 +201,7 @@ class _Survey(TorchDispatchMode):
         own = self._memory.get(tensors[0].untyped_storage().data_ptr()) if tensors else None
         writes_own = own is not None and func._schema.is_mutable
         if func is _aten.copy_.default and keys[-1] and not keys[0]:
-            self._record(*tensors, own)
+            self._record(tensors[0], tensors[1], own)
             return args[0]
         if any(keys) and func not in _COPIES and not func.is_view:
             raise self._refusal(f"{func}, which changes values or looks at them")

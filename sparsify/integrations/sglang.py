@@ -25,4 +25,4 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             world, dtype = get_world_group(), next(model.parameters()).dtype
             served = ServedModel(model, checkpoint, dtype, is_shard=world.world_size > 1)
             vars(model)[_RECEIVER] = Receiver(served, world.cpu_group)
-        vars(model)[_RECEIVER].receive(Request(data=base64.b64encode(update.cpu().numpy()).decode()))
+        vars(model)[_RECEIVER].receive(Request(data=base64.b64encode(update.cpu().numpy().data).decode()))

@@ -106,7 +106,8 @@ class VLLMPublisher:
     def __init__(
         self, model: nn.Module | None, engines: str | Sequence[str], *, attempts: int = 8, **options: Any
     ) -> None:
-        self.model, self._publisher = model, None
+        self.model = model
+        self._publisher: DeltaPublisher | None = None
         urls = [engines] if isinstance(engines, str) else engines
         self._followers = [_Follower(url, attempts, **options) for url in urls]
 
@@ -118,9 +119,11 @@ class VLLMPublisher:
         """
         if self.model is None:
             raise SparsifyError("the publisher has no model: set its `model` to what sparsify(...) returned.")
-        is_first = self._publisher is None
-        self._publisher = self._publisher or DeltaPublisher(self.model)
-        update = self._publisher.snapshot() if is_first else self._publisher.update()
+        if self._publisher is None:
+            self._publisher = DeltaPublisher(self.model)
+            update = self._publisher.snapshot()
+        else:
+            update = self._publisher.update()
         self(update)
         return update
 
