@@ -1,50 +1,67 @@
-"""The entry point by which vLLM finds sparsify: not in the package, which is imported only where it is used."""
+"""The entry point by which vLLM finds sparsify: not in the package, which is imported only where it is used.
+
+On a CPU vLLM packs weights for its kernels. Where the backend is "sparsify", workers on CPUs keep them as they are on a
+GPU, by the extension of their class that vLLM's settings name. On a GPU nothing of vLLM is changed.
+"""
 
 from contextlib import suppress
+from functools import cache
 from typing import Any
+
+BACKEND = "sparsify"
 
 
 def register() -> None:
-    """Registers the weight transfer backend "sparsify"; vLLM calls it in each of its processes, maybe several times."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.platforms import current_platform
-
+    """Registers the weight transfer backend; vLLM calls it in each of its processes, maybe several times."""
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+        from vllm.platforms import current_platform
+    except ImportError:  # another version, which does not know the backend then
+        return
     with suppress(ValueError):  # it is registered
         engine = "sparsify.integrations.vllm.engine", "SparsifyWeightTransferEngine"
-        WeightTransferEngineFactory.register_engine("sparsify", *engine)
+        WeightTransferEngineFactory.register_engine(BACKEND, *engine)
         if current_platform.is_cpu():
-            keep_weights_on_cpus()
+            _extend_workers(type(current_platform))
 
 
-def keep_weights_on_cpus() -> None:
-    """Has vLLM keep weights as they are on a CPU, too, where it packs them for oneDNN, if the backend is "sparsify"."""
+def _extend_workers(platform: Any) -> None:
+    update = platform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        update(config)
+        if getattr(config.weight_transfer_config, "backend", None) == BACKEND:
+            config.parallel_config.worker_extension_cls = (
+                config.parallel_config.worker_extension_cls or f"{__name__}.Plain"
+            )
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def __getattr__(name: str) -> Any:
+    """``Plain``, the extension, which vLLM asks for in a worker, before it loads a model."""
+    if name != "Plain":
+        raise AttributeError(name)
+    return _plain()
+
+
+@cache
+def _plain() -> type:
     import torch
-    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    pack_linear, experts = utils.dispatch_cpu_unquantized_gemm, cpu_moe.CPUUnquantizedExperts
-    pack_experts, apply = experts.process_weights_after_loading, experts.apply
+    experts = cpu_moe.CPUUnquantizedExperts
+    apply = experts.apply
 
-    def is_used() -> bool:
-        config = get_current_vllm_config().weight_transfer_config
-        return config is not None and config.backend == "sparsify"
+    def keep_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
 
-    def linear(layer: Any, remove_weight: bool) -> None:
-        if is_used():
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            pack_linear(layer, remove_weight)
-
-    def process(self: Any, layer: Any) -> None:
-        self.weights_are_plain = is_used()
-        if not self.weights_are_plain:
-            pack_experts(self, layer)
-
-    def packed_apply(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
-        if self.weights_are_plain:
-            w1, w2 = (cpu_moe.cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2))
+    def pack_and_apply(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
+        w1, w2 = (cpu_moe.cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2))
         apply(self, output, hidden_states, w1, w2, *args, **kwargs)
 
-    utils.dispatch_cpu_unquantized_gemm = linear
-    experts.process_weights_after_loading, experts.apply = process, packed_apply
+    utils.dispatch_cpu_unquantized_gemm = keep_linear
+    experts.process_weights_after_loading = lambda self, layer: None
+    experts.apply = pack_and_apply
+    return type("Plain", (), {})

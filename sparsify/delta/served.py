@@ -73,8 +73,8 @@ class ServedModel(nn.Module):
         except SparsifyError:
             raise
         except Exception as error:  # of the engine's code for hundreds of models
-            problem = f"the engine does not load `{survey.last}` once more ({type(error).__name__}: {brief(error)})"
-            raise BaseMismatchError(f"{problem}: it has packed it, or is quantized. Serve it unquantized.") from error
+            problem = f"the engine's loader fails after `{survey.last}` ({type(error).__name__}: {brief(error)})"
+            raise BaseMismatchError(f"{problem}: it may have packed the weights. Serve them unquantized.") from error
         return survey.windows
 
 

@@ -1,8 +1,11 @@
 """The trainer's side of vLLM and a worker's against vLLM's routes, with a stand-in for the engine behind them."""
 
 import base64
+import subprocess
 import sys
 import threading
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -214,3 +217,12 @@ def test_sglangs_hook(served, tmp_path, monkeypatch):
     assert served[0].holds(run.expected())
     with pytest.raises(SparsifyError, match="StaleUpdateError: this is version 2 of this run"):
         load(served[0], pairs[2:])
+
+
+def test_the_entry_point_costs_nothing_where_there_is_no_vllm():
+    (point,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "sparsify"] or [None]
+    assert point is None or point.value == "sparsify_vllm:register"
+    code = "import sys, sparsify_vllm; sparsify_vllm.register(); print(*(m for m in sys.modules if 'sparsify' in m))"
+    root = Path(receiver.__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert run.stdout.split()[-1] == "sparsify_vllm"

@@ -52,7 +52,7 @@ class VLLMServer:
 
         Raises:
             SparsifyError: that of the workers, which then have changed nothing, or of the server.
-            OSError: when the connection is lost.
+            OSError: when the connection is lost; the server stays paused, since its weights may be others: repeat it.
         """
         self.call(f"pause?mode={self._in_flight}&clear_cache=true")
         try:
@@ -61,15 +61,16 @@ class VLLMServer:
             except SparsifyError:  # somebody has left an update half way
                 self.call("finish_weight_update")
                 self.call("start_weight_update")
-            try:
-                self.call("update_weights", update_info=request)
-            except SparsifyError:
-                with suppress(SparsifyError):
-                    self.call("finish_weight_update")  # on those of several workers that did not raise
-                raise
+            self.call("update_weights", update_info=request)
             self.call("finish_weight_update", weight_version=label)
-        finally:
-            self.call("resume")
+        except SparsifyError as error:
+            with suppress(SparsifyError):
+                self.call("finish_weight_update")  # on those of several workers that did not raise
+            if not (isinstance(error, StaleUpdateError) and "of this run" in str(error)):
+                self.call("resume")
+                raise
+            self.call("update_weight_version", new_version=label)  # it is there, and an answer was lost
+        self.call("resume")
 
     def call(self, route: str, method: str = "POST", **body: Any) -> Any:
         """Returns what a route answers."""
@@ -189,13 +190,11 @@ class _Follower(VLLMServer):
             message = update if is_next and not attempt else update.snapshot()
             try:
                 return self.change(label, data=base64.b64encode(bytes(message)).decode())
-            except StaleUpdateError as error:
-                if "of this run" not in str(error):
-                    raise
-                return self.call("update_weight_version", new_version=label)  # it is there; an answer was lost
             except (MissingUpdateError, DeltaFormatError, OSError, http.client.HTTPException) as error:
                 problem = error
                 time.sleep(_PAUSE_SECONDS * attempt**2)
+        with suppress(SparsifyError, OSError, http.client.HTTPException):
+            self.call("resume")
         remedy = "start it, or look at its log; the next version is sent as a snapshot."
         raise SparsifyError(f"{self.url} does not take it ({brief(problem)}): {remedy}") from problem
 
