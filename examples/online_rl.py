@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from examples.paper.answers import is_right
 from examples.rows import read_jsonl
 from sparsify import DeltaPublisher, DeltaSubscriber, DeltaUpdate, sparsify
-from sparsify.integrations.vllm.client import VLLMPublisher
+from sparsify.integrations.vllm import VLLMPublisher
 
 Ask = Callable[[DeltaUpdate, Sequence[str]], tuple[int, Tensor, Tensor]]  # version, mask of prompts, tokens
 LARGEST = 3  # number in a sum

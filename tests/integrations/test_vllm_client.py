@@ -17,7 +17,7 @@ from trainers import make_trainer
 from sparsify import DeltaPublisher, SparseDelta, SparsifyCallback, SparsifyError, sparsify
 from sparsify.integrations import receiver
 from sparsify.integrations.receiver import Receiver, Request
-from sparsify.integrations.vllm.client import VLLMPublisher, VLLMServer, VLLMTasks
+from sparsify.integrations.vllm import VLLMPublisher, VLLMServer, VLLMTasks
 
 
 class Run:
@@ -148,6 +148,8 @@ def test_deltas_by_name(tmp_path, served):
             tasks.load("a b", tmp_path)
         tasks.activate("french", "maths")
         assert VLLMTasks(server.url).list() == {"french": True, "maths": True}
+        both = SparseDelta.load(tmp_path / "french") + SparseDelta.load(tmp_path / "maths")
+        assert engine.holds(both.on(llama()).apply(llama()))
         tasks.unload("maths")
         assert tasks.list() == {"french": False}
         assert engine.holds(before)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError, reason="needs 
 from vllm_serving import PROMPTS, Run, Served, save
 
 from sparsify import SparseDelta, SparsifyError
-from sparsify.integrations.vllm.client import VLLMPublisher, VLLMServer, VLLMTasks
+from sparsify.integrations.vllm import VLLMPublisher, VLLMServer, VLLMTasks
 
 UPDATES = 200
 
