@@ -198,17 +198,19 @@ class _Survey(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys = [self._keys.get(tensor.untyped_storage()._cdata) for tensor in tensors]
         self.last = next(filter(None, keys), self.last)
-        own = self._memory.get(tensors[0].untyped_storage().data_ptr()) if tensors else None
-        writes_own = own is not None and func._schema.is_mutable
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        outputs = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [leaf for name in outputs for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+        own = next(filter(None, (self._memory.get(leaf.untyped_storage().data_ptr()) for leaf in written)), None)
         if func is _aten.copy_.default and keys[-1] and not keys[0]:
             self._record(tensors[0], tensors[1], own)
             return args[0]
         if any(keys) and func not in _COPIES and not func.is_view:
             raise self._refusal(f"{func}, which changes values or looks at them")
-        if writes_own and func not in _FILLS:
+        if own and func not in _FILLS:
             raise self._refusal(f"{func} on its own `{own}`")
         # a copy is the tensor itself, whose geometry it would have lost
-        return args[0] if writes_own or (any(keys) and func in _COPIES) else func(*args, **kwargs or {})
+        return args[0] if own or (any(keys) and func in _COPIES) else func(*args, **kwargs or {})
 
     def _record(self, target: Tensor, source: Tensor, own: str | None) -> None:
         window = Window.of(target, source.expand(target.shape))

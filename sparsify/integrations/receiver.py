@@ -1,7 +1,6 @@
 """What a worker of an inference engine does with requests: it follows a training run, or switches between deltas."""
 
 import base64
-import binascii
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,5 +93,5 @@ def decode(data: str) -> bytes:
         raise SparsifyError(f"the update has {nbytes:,} bytes, and at most {MOST_BYTES:,} are read.")
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise DeltaFormatError(f"the update is no base64 ({error}): send it again.") from error

@@ -95,6 +95,11 @@ def test_wrong_values_or_places_are_errors_before_anything_is_written(tmp_path):
     )
     with pytest.raises(BaseMismatchError, match=r"no place for \d+ of \d+ entries of `model.layers.0.input_layernorm"):
         delta.apply(served)
+    engine, served = start(tmp_path)
+    engine.load_weights = lambda weights: torch.add(torch.ones(16), 1, out=engine.own.norm_weight.data)
+    with pytest.raises(BaseMismatchError, match=r"than to move its values: aten.add.out on its own `own.norm_weight`"):
+        delta.apply(served)
+    assert engine.holds(llama())
 
 
 def test_tied_heads_are_one_tensor(tmp_path):
