@@ -89,12 +89,17 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, target: Tensor, source: Tensor) -> Window | None:
         """The window of a copy of ``source`` into ``target``; ``None`` where an entry goes to several places."""
-        dims = sorted(zip(source.shape, source.stride(), target.stride(), strict=True), key=lambda dim: -dim[1])
-        dims, reach = [dim for dim in dims if dim[0] != 1], 0
-        for size, stride, _ in reversed(dims):
+        every = sorted(zip(source.shape, source.stride(), target.stride(), strict=True), key=lambda dim: -dim[1])
+        dims, reach = list[tuple[int, int, int]](), 0
+        for size, stride, step in reversed([dim for dim in every if dim[0] != 1]):
             if stride <= reach:
                 return None
             reach += (size - 1) * stride
+            number, *inner = dims[0] if dims else (1, 0, 0)
+            if inner == [stride / number, step / number]:  # two dimensions that are one, there and here
+                dims[0] = (size * number, inner[0], inner[1])
+            else:
+                dims.insert(0, (size, stride, step))
         memory = target.detach().as_strided((target.untyped_storage().nbytes() // target.itemsize,), (1,), 0)
         return cls(memory, dims, int(source.storage_offset()), int(target.storage_offset()))
 
@@ -149,8 +154,8 @@ class ServedTensor:
         """
         found, values = torch.zeros(len(indices), dtype=torch.bool), torch.empty(len(indices), dtype=self.dtype)
         for place in self._places(indices):
-            found[place.numbers] = True
-            values[place.numbers] = place.held().to("cpu", self.dtype)
+            found.index_fill_(0, place.numbers, True)
+            values.index_copy_(0, place.numbers, place.held().to("cpu", self.dtype))
         is_whole = bool(found.all())
         if not (is_whole or self._model.is_shard):
             missing = f"{int((~found).sum()):,} of {len(found):,} entries of `{self._name}`"
@@ -180,7 +185,9 @@ class ServedTensor:
             for part in (part for layout in self._layouts for part in layout.locate(every)):
                 for window in self._windows[part.key]:
                     numbers, positions = window.locate(part.indices)
-                    places.append(Place(window.memory, positions.to(window.memory.device), part.entries[numbers]))
+                    places.append(
+                        Place(window.memory, positions.to(window.memory.device), part.entries.index_select(0, numbers))
+                    )
             self._last = indices, places
         return self._last[1]
 
