@@ -1,4 +1,4 @@
-"""The entry point by which vLLM finds sparsify: not in the package, which is imported only where it is used.
+"""The entry point by which vLLM finds sparsify; the backend is imported only where it is used.
 
 On a CPU vLLM packs weights for its kernels. Where the backend is "sparsify", workers on CPUs keep them as they are on a
 GPU, by the extension of their class that vLLM's settings name. On a GPU nothing of vLLM is changed.
