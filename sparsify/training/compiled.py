@@ -29,6 +29,8 @@ NOT_EXPORTED = (
     "plain model, with the trained weights in place: desparsify(model)."
 )
 
+_AGAIN = -1  # the number of a use that is none of those in a forward pass
+
 
 def check_not_exported() -> None:
     if torch.compiler.is_dynamo_compiling():
@@ -46,6 +48,8 @@ class CompiledGraphs:
         self._step = step  # takes the gradients
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._uses: defaultdict[ModelTensor, list[Use]] = defaultdict(list)  # that wait for their backward
+        self._kept = False  # whether a graph was kept in this optimizer step
+        self._again: list[ModelTensor] = []  # whose sums wait for it
         self._recomputed: dict[ModelTensor, int] = {}  # the backward pass in which its graph ran forward again
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +120,10 @@ class CompiledGraphs:
         if self._recomputed.get(tensor, graph) != graph:  # in a backward pass of its own
             raise SparsifyError(REENTRANT.format(name=tensor.name))
         uses = self._uses[tensor]
+        self._kept |= torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._kept:  # a graph may run backward again, with uses that nobody counts: sums wait for the pass's end
+            tensor.waiting.add(_AGAIN)
+            self._again.append(tensor)
         # none waits where a graph that was kept runs backward again
         if not (uses.pop().begin() if uses else self._step.begin(tensor, self._step.root_anchor())):
             return
@@ -127,9 +135,12 @@ class CompiledGraphs:
 
     def pass_done(self) -> None:
         self._recomputed.clear()
+        while self._again:
+            self._again.pop().waiting.discard(_AGAIN)
 
     def step_done(self) -> None:
         self._uses.clear()
+        self._kept = False
 
 
 def _frozen(module: Any, attribute: str) -> Any:
