@@ -89,7 +89,7 @@ def check_model(model: Any) -> None:
         if is_shard(parameter):
             raise SparsifyError(f"`{name}` is sharded; call sparsify() on the plain model, and fully_shard() later.")
         if hasattr(parameter, "ds_id"):
-            raise SparsifyError(f"`{name}` is partitioned by DeepSpeed ZeRO stage 3; use ZeRO stage 0.")
+            raise SparsifyError(f"`{name}` is partitioned by DeepSpeed ZeRO stage 3; use stage 1 or 2, or FSDP2.")
 
 
 def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> None:
