@@ -127,6 +127,8 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
     get_engine(model).steps = 2
     model(**batches[0]).backward()
     assert summary(model).unmasked == 5
+    with pytest.raises(SparsifyError, match=r"begun with steps=2.*extend\(model, steps=9"):
+        get_engine(model).steps = 9
 
 
 @pytest.mark.parametrize("verb", [desparsify, summary, get_engine, lambda model: base_weights(model).__enter__()])

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.errors import SparsifyError
 
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
+SWAPPED = "torch.__future__.set_swap_module_params_on_conversion(True): set it to False, or convert before sparsify()."
 
 
 def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
@@ -44,6 +46,11 @@ class MaskedModule(nn.Module):
 
     plain_class: ClassVar[type[nn.Module]]
     weight: Any
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise SparsifyError(SWAPPED)
+        return super()._apply(*args, **kwargs)
 
     @property
     def indices(self) -> Tensor:

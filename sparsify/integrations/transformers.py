@@ -106,7 +106,7 @@ class SparsifyCallback(TrainerCallback):
         if not state.global_step:
             _warn_of_earlier_run(engine, state.max_steps)
         if engine.steps is None or (engine.steps == engine.found_steps and not state.global_step):
-            engine.steps = engine.found_steps = state.max_steps
+            engine.policy.steps = engine.found_steps = state.max_steps
             engine.extended_at = engine.unmasked
         elif engine.steps != state.max_steps:
             warnings.warn(

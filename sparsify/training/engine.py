@@ -132,11 +132,17 @@ class Engine(TrainingStep):
 
     @property
     def steps(self) -> int | None:
-        """Planned optimizer steps; may be set until the first backward."""
+        """Planned optimizer steps; may be set until the first backward pass, and later where they are not known."""
         return self.policy.steps
 
     @steps.setter
     def steps(self, steps: int | None) -> None:
+        has_begun = self.step or self.passes
+        if steps and self.steps and steps != self.steps and has_begun and not self.policy.static:
+            raise SparsifyError(
+                f"steps={steps:,} for a run that has begun with steps={self.steps:,}: entries are unmasked by these. "
+                f"extend(model, steps={steps}, optimizer=optimizer) gives a run more of them."
+            )
         self.policy.steps = steps
 
     @property

@@ -98,7 +98,7 @@ def extend(
         raise SparsifyError(f"extend(): the optimizer does not hold `{VALUES}`; pass the one that does, or none.")
     if is_longer:
         _lengthen(engine, capacity, optimizer)
-    engine.policy.budget, engine.steps, engine.extended_at = new_budget, new_steps, engine.unmasked
+    engine.policy.budget, engine.policy.steps, engine.extended_at = new_budget, new_steps, engine.unmasked
     engine.restart()
 
 

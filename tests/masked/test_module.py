@@ -92,3 +92,16 @@ def test_export_is_refused_and_the_model_trains_on(kind, way):
         with pytest.raises(SparsifyError, match=EXPORTED):
             WAYS[way](part.eval(), x)
     assert train_a_step(model.train(), x) == expected
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_cast_that_swaps_parameters_is_refused_and_the_model_trains_on(kind):
+    model, x = build(kind)
+    expected = train_a_step(*build(kind))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(SparsifyError, match=r"set_swap_module_params_on_conversion\(True\).*before sparsify\(\)"):
+            model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert train_a_step(model, x) == expected
