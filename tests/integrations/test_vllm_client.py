@@ -4,6 +4,8 @@ import base64
 import subprocess
 import sys
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,9 +169,18 @@ def test_bad_requests_are_refused(served, monkeypatch):
     publisher, worker = DeltaPublisher(Run().model), Receiver(served[1])
     monkeypatch.setattr(receiver, "MOST_BYTES", 10_000)
     for request, problem in [
-        ({"data": "?"}, "DeltaFormatError: the update is no base64"),
+        ({"data": "?"}, "DeltaFormatError: the update cannot be read"),
         ({"data": b64(publisher.snapshot())[:-8]}, "DeltaFormatError: this is no update that can be used"),
-        ({"data": "A" * 40_000}, "the update has 30,000 bytes, and at most 10,000 are read"),
+        ({"data": "A" * 40_000}, "the update has more than 10,000 bytes, of which no more are read"),
+        ({"data": "A", "path": __file__}, "an update comes as one of data, path and url: give one of them"),
+        ({"action": "update"}, "an update comes as one of data, path and url: give one of them"),
+        ({"path": "/dev/zero"}, "DeltaFormatError: the update cannot be read .*`/dev/zero` is no file"),
+        (
+            {"url": "http://localhost.example/update"},
+            "`http://localhost.example/update`, expected http://localhost:PORT",
+        ),
+        ({"url": "file:///etc/passwd"}, "the update's url is `file:///etc/passwd`, expected http://localhost:PORT"),
+        ({"url": "http://localhost:9/update"}, "DeltaFormatError: the update cannot be read"),
         ({"data": b64(publisher.update())}, "MissingUpdateError: this update makes version 1 from version 0"),
         ({"action": "dance"}, "the action is 'dance', expected one of update, attach, detach, activate, deactivate"),
     ]:
@@ -177,6 +188,21 @@ def test_bad_requests_are_refused(served, monkeypatch):
             worker.receive(Request(**request))
     with pytest.raises(SparsifyError, match="in_flight is 'now', expected one of wait, keep, abort"):
         VLLMServer("http://x", in_flight="now")
+
+
+def test_updates_come_from_files_and_urls_of_the_host(tmp_path, served):
+    run, worker = Run(), Receiver(served[1])
+    publisher = DeltaPublisher(run.model)
+    (tmp_path / "first").write_bytes(bytes(publisher.snapshot()))
+    worker.receive(Request(path=str(tmp_path / "first")))
+    run.step()
+    (tmp_path / "second").write_bytes(bytes(publisher.update()))
+    files = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    threading.Thread(target=files.serve_forever, daemon=True).start()
+    worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
+    files.shutdown()
+    files.server_close()
+    assert served[0].holds(run.expected())
 
 
 @pytest.mark.parametrize("action", ["update", "attach", "activate"])
