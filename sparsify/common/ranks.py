@@ -46,25 +46,41 @@ class Ranks:
         return torch.stack(parts)
 
     def headers(self, places: Sequence[int], numbers: Sequence[int], names: Sequence[str]) -> Tensor:
-        """Gathers the numbers of each rank: (ranks, numbers) int64, on the CPU.
+        """Compares the numbers of all ranks; returns which are the same (numbers,) bool, on the CPU.
 
         Raises ``SparsifyError`` unless all ranks are at the same places: the next exchanges, by tensors' numbers.
         """
-        own = [*places, *[NOWHERE] * (PLACES - len(places)), *numbers, *[0] * (NUMBERS - len(numbers))]
-        headers = self.gather(torch.tensor(own, dtype=torch.int64, device="cpu"))
-        at = headers[:, :PLACES]
-        differing = (at != at[0]).any(0)
-        if bool(differing.any()):
+        padded = [*places, *[NOWHERE] * (PLACES - len(places)), *numbers, *[0] * (NUMBERS - len(numbers))]
+        own = torch.tensor(padded, dtype=torch.int64, device="cpu")
+        lowest, highest = self._range(own)
+        same = lowest == highest
+        if not bool(same[:PLACES].all()):
             others = {BEGIN: "the beginning", END: "the end", NOWHERE: "the end"}
-            first = int(differing.int().argmax())
-            where = [others.get(place) or f"`{names[place]}`" for place in at[:, first].tolist()]
+            first = int(same.int().argmin())
+            where = [others.get(place) or f"`{names[place]}`" for place in self.gather(own)[:, first].tolist()]
             shown = listed([f"rank {rank} is at {place}" for rank, place in enumerate(where)])
             raise SparsifyError(
                 f"the ranks are at different places of their backward passes: {shown}. Every rank has to run the same "
                 "modules in each backward that selects entries: let a module that a batch does not need run on an "
                 "empty input, or name it in exclude_modules; evaluate a compiled model under no_grad()."
             )
-        return headers[:, PLACES : PLACES + len(numbers)]
+        return same[PLACES : PLACES + len(numbers)]
+
+    def _range(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and greatest of all ranks' numbers (n,), each after as many messages as the ranks have digits.
+
+        Libraries send such small tensors around a ring, where hundreds of ranks would wait for each other in turn.
+        """
+        rank, ranks, both, distance = dist.get_rank(), num_ranks(), torch.cat([-own, own]), 1
+        while distance < ranks:
+            other = torch.empty_like(both)
+            sending = self._call(dist.isend, both, dst=(rank + distance) % ranks)
+            self._call(dist.recv, other, src=(rank - distance) % ranks)
+            self._call(sending.wait)
+            self.bytes_sent += both.nbytes
+            both, distance = both.maximum(other), 2 * distance
+        least, greatest = both.chunk(2)
+        return -least, greatest
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sums the ranks' values, of any one shape, in place."""

@@ -52,9 +52,8 @@ def check_ranks_alike(engine: Any) -> None:
     }
     digests = [hashlib.sha256(repr(part).encode()).digest() for part in parts.values()]
     numbers = [int.from_bytes(own[:8], "little") >> 1 for own in digests]  # 63 bits
-    headers = engine.ranks.headers([BEGIN], numbers, [tensor.name for tensor in engine.tensors])
-    differing = [part for part, column in zip(parts, headers.unbind(1), strict=True) if (column != column[0]).any()]
-    if differing:
+    same = engine.ranks.headers([BEGIN], numbers, [tensor.name for tensor in engine.tensors])
+    if differing := [part for part, is_same in zip(parts, same.tolist(), strict=True) if not is_same]:
         raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
 
 

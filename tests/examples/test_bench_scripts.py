@@ -14,7 +14,7 @@ import torch
 from sparsify.delta.checkpoint.reader import Checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "gpu", "merge", "overhead", "profile_step", "ranks", "roofline", "stream", "swap")
+NAMES = ("common", "file", "gpu", "merge", "overhead", "profile_step", "ranks", "roofline", "scale", "stream", "swap")
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,19 @@ def test_the_roofline_counts_the_products_of_a_layer(script):
     phases = script("roofline").phases
     work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in ("floor", "id3")]
     assert work == [24_000, 38_400]
+
+
+def test_scale_counts_what_ranks_exchange_to_select(script):
+    scale = script("scale")
+    model = scale.LLAMA_8B._replace(layers=[(600, 400, 3), (8_000, 4_000, 2)])
+    for ranks, digits in ((4, 2), (12, 4)):
+        for sharded, headers in ((False, 3 + 1), (True, 5 + 1)):
+            counted = scale.count_selection(model, ranks, 10, sharded=sharded)
+            means = 4 * (3 * 600 * 400 + 2 * 8_000 * 4_000) * (ranks - 1) / ranks
+            gathered = 10 * (8 + 3 * 4) * (ranks - 1)
+            messages = headers * digits
+            assert counted.calls["host"] == messages
+            assert counted.bytes_sent == pytest.approx(means + gathered + messages * 2 * 24 * 8, abs=200)  # padding
 
 
 SEVERAL = """
