@@ -46,8 +46,8 @@ class MaskedParameter(nn.Parameter):
         def tapped(parameter: MaskedParameter) -> Any:
             tensor = _TENSORS[parameter]() if parameter in _TENSORS else None
             read = parameter.detach() if tensor is None else tap(parameter, tensor)
-            if tensor is not None and read.grad_fn is not None:
-                tensor.collector.warn_of_read(tensor)
+            if tensor is not None and read.grad_fn is not None and not tensor.collector.in_forward:
+                read.register_hook(lambda _: tensor.collector.warn_of_read(tensor))  # fully_shard() only looks at it
             taps.append((read, parameter))
             return read
 

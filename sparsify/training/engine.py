@@ -195,10 +195,10 @@ class Engine(TrainingStep):
         return super().root_anchor()
 
     def warn_of_read(self, tensor: MaskedTensor) -> None:
-        """Warns once of a layer's weight that is read outside of the model's forward, and of its recomputation."""
-        if not self._warned_of_read and not self.in_forward and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
+        """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""
+        if not self._warned_of_read and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
             self._warned_of_read = True
-            warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=4)
+            warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=6)  # at the user's backward()
 
     # -------------------------------------------------------------------------------- backward
 

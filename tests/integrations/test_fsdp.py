@@ -7,10 +7,28 @@ import pytest
 import torch
 from deltas import bits
 from oracle import unmasked_sets
-from rank_models import BUDGET, STEPS, assert_like, error_of, mlp, own_part, selecting, train, words
+from rank_models import (
+    BUDGET,
+    STEPS,
+    assert_like,
+    error_of,
+    mean_over_ranks,
+    mlp,
+    own_part,
+    selecting,
+    train,
+    words,
+)
 from rank_processes import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed import checkpoint as checkpoints
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -247,6 +265,39 @@ def test_ranks_publish_the_same_versions_to_the_bit_what_a_delta_takes(two, name
     assert first == second
     assert all(is_right for _, is_right in first)
     assert len({str(held) for held, _ in first}) == STEPS
+
+
+def steps_from_checkpoint(rank, folder, first, last):
+    """Trains from a checkpoint, if it is not the first step, and leaves one on the way to the last step."""
+    model, batches = words()
+    model = shard(sparsify(model, BUDGET, steps=STEPS))
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    saving, losses = None, []
+    for step in range(first, STEPS):
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if step == first != 0:
+            checkpoints.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        elif step == last:
+            group = torch.distributed.new_group(backend="gloo")  # the thread that saves needs one of its own
+            saving = checkpoints.async_save(state, checkpoint_id=folder, process_group=group)
+        optimizer.zero_grad()
+        loss = model(**own_part(batches[step], rank))
+        loss.backward()
+        losses.append(mean_over_ranks(loss))
+        optimizer.step()
+    if saving is not None:
+        saving.result()
+    return {"losses": losses, "sets": unmasked_sets(model), "delta": get_engine(model).values.detach().clone()}
+
+
+@pytest.mark.slow
+def test_a_distributed_checkpoint_of_four_ranks_is_saved_in_passing_and_goes_on_on_two_and_one(tmp_path):
+    alone = steps_from_checkpoint(0, None, 0, STEPS)
+    assert_like(on_ranks(4, steps_from_checkpoint, tmp_path, 0, 3), alone)
+    rest = {**alone, "losses": alone["losses"][3:]}
+    assert_like(on_ranks(2, steps_from_checkpoint, tmp_path, 3, STEPS), rest)
+    assert_like([steps_from_checkpoint(0, tmp_path, 3, STEPS)], rest)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,12 @@ def test_a_weight_has_plain_torchs_gradient_wherever_it_is_read(name):
 
 def test_a_weight_that_is_read_outside_of_the_forward_is_named_once():
     model = sparsify(Model(), 10, steps=2)
-    with pytest.warns(UserWarning, match=r"`table\.weight` was read outside of the model's forward"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.table.weight.chunk(2)  # as fully_shard() does
+    with pytest.warns(UserWarning, match=r"`table\.weight` was read outside of the model's forward") as warned:
         OUTSIDE["loss with the table as head"](model, torch.arange(6)).backward()
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         OUTSIDE["loss with the table as head"](model, torch.arange(6)).backward()
