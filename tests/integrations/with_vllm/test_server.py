@@ -86,22 +86,26 @@ def test_a_bad_update_over_http_changes_nothing(server):
     assert VLLMServer(server.url).call("weight_info", "GET") == label
 
 
-def test_an_engine_that_is_killed_during_updates_catches_up_when_it_is_there_again(folder):
+def test_an_engine_that_is_killed_during_or_between_updates_catches_up_when_it_is_there_again(folder):
     run, server = Run(folder), Served(folder)
     publisher = VLLMPublisher(run.model, server.url, attempts=2)
     try:
-        engine = server.wait_until_up().engine_process()
-        threading.Timer(0.7, engine.kill).start()
-        while server.process.poll() is None and engine.is_running():
+        for is_during in (True, False):
+            engine = server.wait_until_up().engine_process()
+            killing = threading.Timer(0.7, engine.kill)
+            killing.start()
+            while is_during and server.process.poll() is None and engine.is_running():
+                publisher.update()
+                run.step()
+            killing.join()
             publisher.update()
-            run.step()
-        server.close()
-        publisher.update()
-        with pytest.raises(SparsifyError, match=r"does not take it|EngineCore|weight_update"):
+            with pytest.raises(SparsifyError, match=r"does not take it|EngineCore|weight_update"):
+                publisher.wait()
+            server.close()
+            server = Served(folder, server.port).wait_until_up()
+            publisher.update()
             publisher.wait()
-        server = Served(folder, server.port).wait_until_up()
-        publisher.update()
-        publisher.wait()
-        assert server.answers() == run.answers()
+            assert server.answers() == run.answers()
+            run.step()
     finally:
         server.close()
