@@ -15,7 +15,6 @@ from sparsify.strategies.importance import SNIP, Magnitude, register_importance
 
 GRADS = [0.0, 0.0, -0.0, 1.0, -1.0, 1.0, 2.0, 0.5, -0.5, 1e-3]  # few numbers, so that ties are everywhere
 WEIGHTS = [0.0, 1.0, -1.0, 0.5, 1e30]  # the largest makes scores overflow in float32, and so does a tiny eps
-cheap = settings(max_examples=150)
 
 tensor_shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 
@@ -25,12 +24,6 @@ def _default_sizes(monkeypatch):
     """Tests set the sizes of blocks and cuts themselves; afterwards they are as before."""
     monkeypatch.setattr(selection, "BLOCK_ENTRIES", selection.BLOCK_ENTRIES)
     monkeypatch.setattr(selection, "SMALLEST_CUT", selection.SMALLEST_CUT)
-
-
-def offer_weights(topk, weight, offset, excluded=slice(0)):
-    """Offers a tensor by its magnitudes, in blocks."""
-    scores = (Magnitude().score(block, None) for block in in_blocks(weight))
-    offer_scores(topk, scores, offset, torch.arange(weight.numel())[excluded])
 
 
 def draw_sizes(data):
@@ -127,30 +120,9 @@ def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_sa
     assert topk.winners().ids.tolist() == [1, 2]
 
 
-@cheap
-@given(data=st.data(), size=st.integers(1, 40))
-def test_the_smallest_weights_are_those_of_a_plain_sort(data, size):
-    draw_sizes(data)
-    topk, entries, offset = TopK(size, torch.float64, "cpu"), [], 0
-    tensors = []
-    for shape in data.draw(st.lists(tensor_shapes, min_size=1, max_size=4), label="shapes"):
-        weight = draw_matrix(data, shape, [*WEIGHTS, -0.0, -0.25, 3.0], torch.float64)
-        row = data.draw(st.one_of(st.none(), st.integers(0, shape[0] - 1)), label="excluded row")
-        excluded = slice(0) if row is None else slice(row * shape[1], (row + 1) * shape[1])
-        tensors.append((weight, offset, excluded))
-        for index, value in enumerate(weight.flatten().tolist()):
-            if row is None or index // shape[1] != row:
-                entries.append((abs(value), offset + index))
-        offset += weight.numel()
-    for weight, at, excluded in data.draw(st.permutations(tensors), label="arrival"):
-        before = weight.clone()
-        offer_weights(topk, weight, at, excluded)
-        assert torch.equal(weight, before)
-    assert topk.winners().ids.tolist() == [id_ for _, id_ in sorted(entries)[:size]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_not_numbers_are_never_selected(dtype):
     topk = TopK(3, torch.float32, "cpu")
-    offer_weights(topk, torch.tensor([math.nan, 2.0, math.inf, 1.0], dtype=dtype), 0)
+    weight = torch.tensor([math.nan, 2.0, math.inf, 1.0], dtype=dtype)
+    offer_scores(topk, [Magnitude().score(block, None) for block in in_blocks(weight)], 0, torch.arange(0))
     assert topk.winners().ids.tolist() == [3, 1]

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from recorder import model_gradients, sparsify_fully
+from oracle import model_gradients, sparsify_fully
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
