@@ -8,7 +8,7 @@ import torch
 from models import build, loss_of, train
 from oracle import unmasked_sets
 from safetensors.torch import load_file
-from trainers import make_trainer
+from trainers import BEST, make_trainer
 
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify, summary
 
@@ -54,8 +54,7 @@ def test_the_trainer_without_a_callback_trains_the_budget_and_loads_its_best_che
     sparsify(model, BUDGET, steps=STEPS)
     trainer = make_trainer(
         model, tmp_path, callbacks=[], per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
-        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
-        greater_is_better=True,
+        **BEST,
     )  # fmt: skip
     assert "fused" in trainer.args.optim
     trainer.train()

@@ -13,10 +13,10 @@ def product(tokens, dtype=torch.float64):
     return Product(torch.randn(tokens, ROWS, dtype=dtype), torch.randn(tokens, COLS, dtype=dtype))
 
 
-def of_rows(rows=None, **options):
+def of_rows(rows=None):
     """A dense gradient of some rows, or of all."""
     size, rows = (ROWS, None) if rows is None else (len(rows), torch.tensor(rows))
-    return DenseGradient(torch.randn(size, COLS).double(), rows, **options)
+    return DenseGradient(torch.randn(size, COLS).double(), rows)
 
 
 def tied(rows):

@@ -1,6 +1,7 @@
 """Small models, fine-tunings of them, and what a model holds to the bit: shared by the tests of deltas."""
 
 import copy
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -63,6 +64,14 @@ def lora_recipes(model):
 
 def bits(model):
     return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in model.state_dict().items()}
+
+
+@contextmanager
+def unchanged(model):
+    """Fails unless the model is, at the end, bit for bit what it was."""
+    before = bits(model)
+    yield
+    assert bits(model) == before
 
 
 def close(model, expected, tolerance):

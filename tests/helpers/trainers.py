@@ -29,6 +29,11 @@ def tokenizer():
     )
 
 
+def sentences(number, words, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
+
+
 def make_model(name="bert", steps=None, base=None, **options):
     """A sparsified model, of a checkpoint if there is one; with dropout, a run depends on the random generators."""
     model, _ = build(name)
@@ -54,6 +59,12 @@ def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, Non
     options = {"train_dataset": rows, "eval_dataset": rows[:8] if kind is TRAINER else rows, "optimizers": optimizers}
     options["callbacks"] = [SparsifyCallback()] if callbacks is None else callbacks
     return kind[0](model, args=kind[1](str(folder), **chosen), **options)
+
+
+def run_trainer(*args, resume=None, **options):
+    trainer = make_trainer(*args, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def outcome(trainer):

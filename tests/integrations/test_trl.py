@@ -11,7 +11,7 @@ from deltas import bits
 from models import build
 from oracle import unmasked_sets
 from quantized_models import quantize
-from trainers import WORDS, assert_same, outcome, tokenizer
+from trainers import assert_same, outcome, sentences, tokenizer
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, SparsifyError, load_model, sparsify
@@ -38,11 +38,6 @@ def base(tmp_path_factory):
 
 def load(folder):
     return LlamaForCausalLM.from_pretrained(folder)
-
-
-def sentences(number, words, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
 
 
 def make_trainer(kind, config, data, model, folder, callbacks=None, **more):
