@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import transformers
-from checkpoints import bert
 from limits import needs_limits, within_limits
 from models import build, train
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
@@ -235,15 +234,3 @@ def test_a_config_of_nonsense_is_no_config(classifier, model_config):
     delta.config["model_config"] = model_config
     with pytest.raises(BaseMismatchError, match="`classifier"):
         load_model(base, delta)
-
-
-def test_transformers_pipeline_takes_the_loaded_model(tmp_path):
-    pipeline, tokenizer_class = transformers.pipeline, transformers.BertTokenizer
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwords")
-    base = bert("ForSequenceClassification")
-    base.save_pretrained(tmp_path / "base")
-    delta = SparseDelta({}, {"classifier.bias": torch.tensor([9.0, -9.0])}, {"architecture": type(base).__name__})
-    model, tokenizer = load_model(tmp_path / "base", delta), tokenizer_class(str(tmp_path / "vocab.txt"))
-    (answer,) = pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")("words")
-    assert answer["label"] == "LABEL_0"
-    assert answer["score"] > 0.9

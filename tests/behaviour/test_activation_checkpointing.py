@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, sparsified
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from twins import Twins
 
@@ -61,8 +61,7 @@ def test_activations_that_are_kept_on_the_cpu_change_nothing(name):
 
 
 def test_reentrant_checkpointing_is_refused_before_anything_has_changed_and_blocks_are_computed_again_once():
-    model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("bert", BUDGET, steps=STEPS)
     before = copy.deepcopy(model.state_dict())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(SparsifyError, match=r"was recomputed inside a backward pass.*use_reentrant\": False"):

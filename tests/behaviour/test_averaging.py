@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from models import build, loss_of, train
+from models import build, loss_of, sparsified, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsify import SparseDelta, SparsifyError, sparsify, summary
@@ -126,8 +126,7 @@ def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(st
 
 
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, steps=STEPS)
     (loss_of(model, batches[1]) * torch.nan).backward()
     torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):

@@ -46,9 +46,7 @@ def within_another_model(model):
     return outer
 
 
-@register_importance("away-from-zero")
-def away_from_zero(weight, grad):
-    return -weight * grad
+away_from_zero = register_importance("away-from-zero")(lambda weight, grad: -weight * grad)
 
 
 def of(importance, selection=Increment()):  # noqa: B008 - frozen

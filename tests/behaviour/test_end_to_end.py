@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from models import build, loss_of, train
+from models import build, loss_of, sparsified, train
 from oracle import unmasked_sets
 from safetensors.torch import load_file
 from trainers import BEST, make_trainer
@@ -16,8 +16,7 @@ BUDGET, STEPS = 60, 6
 
 
 def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, steps=STEPS)
     train(model, batches[:2])
     early = unmasked_sets(model)
     train(model, batches[2:STEPS])

@@ -219,9 +219,6 @@ def test_a_step_that_was_cut_off_is_counted_once():
     assert summary(model).step == 2
 
 
-# ------------------------------------------------------------------------------------ deltas on their base
-
-
 def tasks():
     """A base and two deltas of it, one of them with a bias stored whole."""
     torch.manual_seed(0)

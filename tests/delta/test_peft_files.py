@@ -84,9 +84,8 @@ def test_differences_at_one_position_add_up(base, method, tmp_path):
         return tensor
 
     edit_tensors(tmp_path, repeat_first)
-    stored = {
-        name.rpartition(".")[2]: tensor for name, tensor in load_file(tmp_path / WEIGHTS).items() if "0.att" in name
-    }
+    tensors = load_file(tmp_path / WEIGHTS).items()
+    stored = {name.rpartition(".")[2]: tensor for name, tensor in tensors if "0.att" in name}
     values_key, indices_key = METHODS[method], f"{method}_indices"
     first, second = stored[values_key][:2]
     position = stored[indices_key][..., 0].flatten()

@@ -121,9 +121,8 @@ def test_windows_find_the_entries_of_any_view(seed):
     view, order = source.view(2, 3, 4, 5).permute(*torch.randperm(4).tolist()), torch.randperm(4).tolist()
     for dim in range(4):
         view = view.narrow(dim, 0, int(torch.randint(1, view.shape[dim] + 1, ())))
-    target = (
-        memory[8 : 8 + view.numel()].view([view.shape[dim] for dim in order]).permute(*torch.tensor(order).argsort())
-    )
+    target = memory[8 : 8 + view.numel()].view([view.shape[dim] for dim in order])
+    target = target.permute(*torch.tensor(order).argsort())
     window, indices = Window.of(target, view), torch.randperm(120)[:50].sort().values
     numbers, positions = window.locate(indices)
     target.copy_(view)

@@ -101,9 +101,8 @@ def test_weights_from_outside_get_their_gradient(name, make):
     plain, ids, gradients = Model(IN_FORWARD["attribute"]), torch.arange(6), []
     masked = sparsify(copy.deepcopy(plain), 10, steps=2)
     for model in (plain, masked):
-        outer = nn.Parameter(
-            torch.linspace(-1, 1, plain.get_parameter(name).numel()).view_as(plain.get_parameter(name))
-        )
+        own = plain.get_parameter(name)
+        outer = nn.Parameter(torch.linspace(-1, 1, own.numel()).view_as(own))
         functional_call(model, {name: make(outer)}, (ids,)).backward()
         gradients.append(outer.grad)
     torch.testing.assert_close(*gradients)

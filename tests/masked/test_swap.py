@@ -34,10 +34,6 @@ def case(request):
     return make(), masked_class
 
 
-def an_input(module):
-    return torch.tensor([1, 2]) if isinstance(module, nn.Embedding) else torch.randn(2, DIM)
-
-
 def held_by(module):
     """What a module holds, one level deep: parameters, buffers, hooks, attributes."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
@@ -45,7 +41,8 @@ def held_by(module):
 
 def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_behind(case):
     module, masked_class = case
-    plain_class, x, before, model = type(module), an_input(module), held_by(module), nn.Sequential(module)
+    plain_class, x, before, model = type(module), torch.randn(2, DIM), held_by(module), nn.Sequential(module)
+    x = torch.tensor([1, 2]) if isinstance(module, nn.Embedding) else x
     expected, parameters = module(x), dict(module.named_parameters())
     sparsify(model, 1, "pafi")
     assert type(module) is masked_class

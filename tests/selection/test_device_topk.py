@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, loss_of, train
+from models import ARCHITECTURES, build, loss_of, sparsified, train
 from oracle import unmasked_sets
 from products import seeded
 from twins import Twins
@@ -36,6 +36,7 @@ def like_a_gpu(request, device, monkeypatch):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Tensors of a few entries come in several parts, with cuts between them, and so do products."""
+    monkeypatch.setattr("sparsify.selection.small.LARGEST", 8)
     monkeypatch.setattr(screening, "MOST_MULTIPLIED", 60)
     monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
     monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)
@@ -114,8 +115,7 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
 
 
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, "id3", steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, "id3", steps=STEPS)
     (loss_of(model, batches[0]) * torch.inf).backward()
     assert not model.sparse_values.grad.isfinite().any()
     assert get_engine(model).unmasked == 0

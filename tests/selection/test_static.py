@@ -188,9 +188,7 @@ def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_prune
 def test_pretrained_matrices_are_not_pruned_unless_the_user_insists(model_and_batches, strategy):
     model, batches = model_and_batches
     options = {"calibration": batches[:2]} if strategy == "sparseadapter" else {}
-    message = (
-        r"3 of the 3 matrices to prune are not known to be new, such as `first\.weight`.* pass Strategy\(.*, Prune"
-    )
+    message = r"3 of the 3 matrices to prune are not known to be new, such as `first\.weight`.* pass Strategy\("
     assert_refused(model, message, BUDGET, strategy, **options)
     options["fresh_modules"] = ["first", "second"]
     assert_refused(model, r"1 of the 3 matrices to prune .* such as `head\.weight`", BUDGET, strategy, **options)
@@ -208,14 +206,9 @@ def test_adapters_in_a_pretrained_model_are_pruned_and_the_model_is_not():
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in before.items())
 
 
-@register_importance("test-static-useless")
-def useless(weight, grad):
-    return weight * torch.nan
-
-
-@register_importance("test-static-weights", uses_gradient=False)
-def useless_weights(weight):
-    return weight.where(weight.abs() > 0.4, -torch.inf)
+useless = register_importance("test-static-useless")(lambda weight, grad: weight * torch.nan)
+of_weights = register_importance("test-static-weights", uses_gradient=False)
+useless_weights = of_weights(lambda weight: weight.where(weight.abs() > 0.4, -torch.inf))
 
 
 @pytest.mark.parametrize(

@@ -150,11 +150,7 @@ def test_a_step_without_a_gradient_is_no_step(mlp):
 
 
 WRITES = {"scale": lambda v: v.mul_(100.0), "signs": lambda v: v.neg_(), "order": lambda v: v.copy_(v.flip(0))}
-READS = {
-    "forward": loss_of,
-    "state dict": lambda m, _: m.state_dict(),
-    "refresh": lambda m, _: get_engine(m).refresh(),
-}
+READS = {"forward": loss_of, "state dict": lambda m, _: m.state_dict(), "refresh": lambda m, _: get_engine(m).refresh()}
 
 
 @pytest.mark.parametrize("read", READS)

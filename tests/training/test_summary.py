@@ -5,7 +5,7 @@ from html import unescape
 
 import pytest
 import torch
-from models import build, descend
+from models import descend, sparsified
 from models import train as train_model
 from torch import nn
 
@@ -162,8 +162,7 @@ SCHEDULES = [Schedule(every=4), Schedule("cubic", until=0.5), "cosine"]
 
 
 def trained(strategy="id3", steps=3, planned=6, **options):
-    model, batches = build("mlp")
-    sparsify(model, None if strategy == "bitfit" else 30, strategy, steps=planned, **options)
+    model, batches = sparsified("mlp", None if strategy == "bitfit" else 30, strategy, steps=planned, **options)
     return train_model(model, batches[:steps])
 
 
@@ -206,8 +205,7 @@ def test_a_cast_model_cannot_be_verified_and_says_so():
 
 
 def test_entries_that_wait_for_a_gradient_are_reported():
-    model, batches = build("mlp")
-    sparsify(model, 30, "id3", steps=1, target_modules=["first"])
+    model, batches = sparsified("mlp", 30, "id3", steps=1, target_modules=["first"])
     with torch.no_grad():
         model.second.weight.zero_()  # nothing behind it has a gradient any more
     model._sparsify_engine.base_digests.pop("second.weight")
