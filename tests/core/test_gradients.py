@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparsify.core.gradients import DenseGradient, Product, sum_rows
+from sparsify.selection.screening import RowBlocks
 
 ROWS, COLS = 12, 10
 EVERY = torch.arange(ROWS * COLS)
@@ -32,6 +33,16 @@ def sum_of(*gradients):
         rows = torch.arange(ROWS) if gradient.rows is None else gradient.rows
         total.index_add_(0, rows, gradient.values.double())
     return total
+
+
+@pytest.mark.parametrize("at_once", [1, 5, ROWS])
+def test_a_tied_table_is_multiplied_out_some_rows_at_a_time(at_once):
+    gradient, indices, excluded = tied([0, 4, 11]), torch.tensor([0, 45, 119]), torch.tensor([3, 45])
+    expected, blocks = sum_of(gradient), RowBlocks(gradient, indices, excluded)
+    parts = [blocks.rows(start, min(start + at_once, ROWS)) for start in range(0, ROWS, at_once)]
+    torch.testing.assert_close(blocks.taken, expected.take(indices))
+    expected.view(-1)[excluded] = 0
+    torch.testing.assert_close(torch.cat(parts), expected)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -221,9 +221,8 @@ def test_two_shards_train_like_one_process_with_both_batches(two, name):
 
 
 def all_hybrid(rank):
-    return {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name} | {
-        "state": state(rank, mesh=hybrid_mesh())
-    }
+    runs = {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name}
+    return {**runs, "state": state(rank, mesh=hybrid_mesh())}
 
 
 @pytest.mark.slow
