@@ -21,6 +21,12 @@ settings.load_profile("ci")  # of hypothesis: the same examples each time, howev
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test starts from the same random numbers."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Where tensors are made: on the CPU, where Triton interprets its kernels, or on a GPU, which runs them."""

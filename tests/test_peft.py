@@ -129,7 +129,6 @@ def test_layers_are_chosen_as_by_pefts_own_configs(base):
 
 
 def test_what_is_refused_leaves_the_model_as_it_was(base):
-    torch.manual_seed(0)
     classifier = BertForSequenceClassification(build("bert")[0].config)
     for model, changes, text in [
         (base(), {"target_modules": ["q_prj"]}, "Near names: .*q_proj"), (base(), {"budget": 10**9}, "expected 1 to"),
@@ -481,7 +480,6 @@ def with_both(base, steps=slice(STEPS), **changes):
 
 
 def test_a_lora_and_entries_train_as_dense_weights_plus_a_mask_plus_a_product(base):
-    torch.manual_seed(0)
     model, plain = get_peft_model(base(), both(strategy="pafi")), base()
     names = {t.name.replace(".base_layer", ""): t.indices.clone() for t in get_engine(model).tensors if t.count}
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}

@@ -104,7 +104,6 @@ def test_cross_attention_of_a_bert_decoder_has_an_adapter_of_its_own():
 
 
 def test_weights_start_small_and_biases_at_zero():
-    torch.manual_seed(0)
     adapter = Adapter(768, AdapterConfig("pfeiffer", 2))
     for projection in (adapter.adapter_down[0], adapter.adapter_up):
         assert projection.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -294,7 +293,6 @@ def test_adapters_go_after_modules_that_the_user_names(tmp_path):
 
 
 def test_a_model_of_the_users_own_takes_adapters_after_its_linear_layers():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x, (first, _, last) = torch.randn(3, 4), model
     hidden = first(x)

@@ -33,7 +33,6 @@ PRELUDE = 1  # the root's pre-hook is a frame of its own, with one operator in i
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
-    torch.manual_seed(0)
     counters.clear()
     yield
     torch._dynamo.reset()

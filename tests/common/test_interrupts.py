@@ -123,7 +123,6 @@ def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strateg
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy):
-    torch.manual_seed(0)
     plain = Tied()
     ids, before = torch.randint(9, (4, 5)), copy.deepcopy(plain.state_dict())
     with Interrupter() as counter:

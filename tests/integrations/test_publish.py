@@ -10,8 +10,6 @@ from transformers import TrainerCallback
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, sparsify
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 
 class Compare(TrainerCallback):
     """Notes after each step what a delta of the model would make of the base."""

@@ -18,8 +18,6 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 
 def run(model, folder, callback=None, **arguments):
     return run_trainer(model, folder, callbacks=[callback] if callback else None, save_strategy="no", **arguments).model

@@ -9,8 +9,6 @@ from trainers import assert_same, make_model, make_trainer, outcome, run_trainer
 from sparsify import SparsifyCallback, SparsifyError
 from sparsify.integrations.checkpoints import problem_with, set_aside_incomplete
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

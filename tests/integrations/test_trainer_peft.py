@@ -16,7 +16,6 @@ from transformers import (
 from sparsify import SparseDelta, SparsifyCallback, get_engine, load_model, sparsify
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from sparsify.integrations.checkpoints import save_checkpoint  # noqa: E402
 from sparsify.peft import SparseConfig  # noqa: E402

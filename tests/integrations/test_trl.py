@@ -18,7 +18,6 @@ from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, SparsifyErr
 from sparsify.api import get_engine, summary
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 Dataset = pytest.importorskip("datasets", reason="datasets is in the extra `test`").Dataset
 
 BUDGET, STEPS = 40, 4

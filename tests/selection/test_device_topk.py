@@ -47,9 +47,8 @@ def small_parts(monkeypatch):
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
-IMPORTANCES = st.sampled_from(
-    [D3(), D3(exp=0), D3(exp=-1), Fisher(), SNIP(), D3(eps=1e-30)]
-)  # the last overflows where a weight is zero
+# whose scores both forms round alike; the last overflows where a weight is zero
+IMPORTANCES = st.sampled_from([D3(), D3(exp=0), D3(exp=1, eps=1e-3), Fisher(), SNIP(), D3(eps=1e-30)])
 
 
 def a_tensor(shape, generator, random):
@@ -83,9 +82,7 @@ def plain_sort(tensors, importance, size):
     SHAPES, st.integers(1, 30), st.integers(0, 999), IMPORTANCES,
     st.sampled_from([None, None, torch.nan, torch.inf, -torch.inf]), st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_the_winners_are_those_of_a_plain_sort_in_any_number_of_parts_and_order_of_arrival(
-    shapes, size, seed, importance, bad, random
-):
+def test_the_winners_are_a_plain_sorts_in_any_number_of_parts_and_order(shapes, size, seed, importance, bad, random):
     generator = seeded(seed)
     tensors, offset = [], 0
     for shape in shapes:

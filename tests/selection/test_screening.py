@@ -64,7 +64,6 @@ def work_of(model, steps=1):
 
 
 def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(monkeypatch):
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     biases = 64 + 64 + 32
     monkeypatch.setattr("sparsify.selection.small.LARGEST", 64)

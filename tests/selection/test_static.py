@@ -174,7 +174,6 @@ def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_prune
 
 
 def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_pruned_once():
-    torch.manual_seed(0)
     model = nn.Embedding(5, 4, padding_idx=2)
     model.weight.data[2] = 7.0
     tied = nn.ModuleDict({"a": model, "b": nn.Linear(4, 5, bias=False)})

@@ -47,7 +47,6 @@ def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
 
 
 def test_a_peft_model_is_followed_by_another():
-    torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
     model, batches = build("bert")
     base = copy.deepcopy(model)
@@ -89,7 +88,6 @@ def test_a_follower_in_another_dtype_holds_what_a_delta_makes_of_it():
 
 
 def test_a_steady_update_takes_two_bytes_an_entry_and_bits_that_stay_are_not_sent():
-    torch.manual_seed(0)
     base = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))).bfloat16()
     model = sparsify(copy.deepcopy(base), 40_000, "random")
     publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
@@ -329,7 +327,6 @@ def test_what_cannot_publish_or_follow_is_refused():
 
 
 def test_a_new_tensor_that_is_a_known_one_in_the_follower_is_refused():
-    torch.manual_seed(0)
     base = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     base[1].load_state_dict(base[0].state_dict())
     model = sparsify(copy.deepcopy(base), 4, steps=2)

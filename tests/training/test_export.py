@@ -160,7 +160,6 @@ def test_tensors_of_several_dtypes_and_dense_ones():
 
 
 def test_buffers_that_training_changes():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     sparsify(model, 20, steps=2)
     export = get_engine(model).source.exporter(model)

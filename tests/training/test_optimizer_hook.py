@@ -97,7 +97,6 @@ def test_an_optimizer_that_failed_to_be_made_is_passed_over_in_the_search_for_an
 
 @pytest.fixture
 def generator_and_critic():
-    torch.manual_seed(0)
     return [sparsify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 9, steps=4) for _ in range(2)]
 
 

@@ -23,7 +23,6 @@ SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bi
 @pytest.fixture
 def model():
     """An embedding with a padding row, a layer, a norm, and a head that is trained dense."""
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
     return sparsify(layers, BUDGET, steps=STEPS, modules_to_save=["3"])
 
