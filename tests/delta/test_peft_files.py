@@ -113,31 +113,24 @@ def folder(request, base, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:save_precomputed_indices")
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        (LoraConfig(), r"`peft_type` is 'LORA', and only SHIRA and SUPERTUNING .*use `SparseDelta.diff\(base"),
-        (SupertuningConfig(sparsity=0.9, r=2), r"has a LoRA part \(`r` is 2, the Supra hybrid\)"),
-        (SupertuningConfig(sparsity=0.9, save_precomputed_indices=False), "saved without its indices"),
-    ],
-    ids=["LoRA", "Supra", "no indices"],
-)
+@pytest.mark.parametrize(("config", "match"), [
+    (LoraConfig(), r"`peft_type` is 'LORA', and only SHIRA and SUPERTUNING .*use `SparseDelta.diff\(base"),
+    (SupertuningConfig(sparsity=0.9, r=2), r"has a LoRA part \(`r` is 2, the Supra hybrid\)"),
+    (SupertuningConfig(sparsity=0.9, save_precomputed_indices=False), "saved without its indices"),
+], ids=["LoRA", "Supra", "no indices"])  # fmt: skip
 def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
     config.target_modules = {"query"}
     train_with_peft(base, tmp_path, config)
     unreadable(tmp_path, base, match)
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (None, "adapter_config.json` is no JSON .*there is no such file"),
-        ("[" * 100_000, "adapter_config.json` is no JSON"),
-        ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
-        ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
-        ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
-    ],
-)
+@pytest.mark.parametrize(("content", "match"), [
+    (None, "adapter_config.json` is no JSON .*there is no such file"),
+    ("[" * 100_000, "adapter_config.json` is no JSON"),
+    ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
+    ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
+    ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
+])  # fmt: skip
 def test_a_broken_config_is_refused(base, tmp_path, content, match):
     train_with_peft(base, tmp_path, CONFIGS["shira"](target_modules=["query"]))
     (tmp_path / "adapter_config.json").unlink()
@@ -164,20 +157,17 @@ def values(change):
     return lambda name, tensor: tensor if "indices" in name else change(tensor)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (indices(lambda tensor: tensor + 1_000), "indices go from 10.. to .*, expected 0 to"),
-        (indices(lambda tensor: tensor[..., :-1]), "for .* values"),
-        (indices(lambda tensor: tensor.reshape(1, 1, -1)), "indices have shape"),
-        (indices(lambda tensor: tensor.to(torch.uint8)), "indices are torch.uint8, expected torch.int32"),
-        (indices(lambda tensor: tensor.float() + 0.5), "indices are no whole numbers"),
-        (indices(lambda tensor: None), "is there without"),
-        (values(lambda tensor: tensor[:-1]), "values of shape .*, where the adapter's config has"),
-        (values(lambda tensor: tensor * float("nan")), "values are not finite"),
-        (values(lambda tensor: tensor + 3e38), "values are not finite"),
-    ],
-)
+@pytest.mark.parametrize(("change", "match"), [
+    (indices(lambda tensor: tensor + 1_000), "indices go from 10.. to .*, expected 0 to"),
+    (indices(lambda tensor: tensor[..., :-1]), "for .* values"),
+    (indices(lambda tensor: tensor.reshape(1, 1, -1)), "indices have shape"),
+    (indices(lambda tensor: tensor.to(torch.uint8)), "indices are torch.uint8, expected torch.int32"),
+    (indices(lambda tensor: tensor.float() + 0.5), "indices are no whole numbers"),
+    (indices(lambda tensor: None), "is there without"),
+    (values(lambda tensor: tensor[:-1]), "values of shape .*, where the adapter's config has"),
+    (values(lambda tensor: tensor * float("nan")), "values are not finite"),
+    (values(lambda tensor: tensor + 3e38), "values are not finite"),
+])  # fmt: skip
 def test_broken_tensors_are_refused(folder, base, change, match):
     with torch.no_grad():
         base.bert.encoder.layer[0].attention.self.query.weight.fill_(3e38)

@@ -21,17 +21,14 @@ from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateEr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mlp", {}),
-        ("mlp", {"strategy": "bitfit", "budget": None}),
-        ("bert", {"modules_to_save": ["classifier"]}),
-        ("bert", {"strategy": "pafi"}),
-        ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
-        ("llama", {"strategy": "full-vector"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [
+    ("mlp", {}),
+    ("mlp", {"strategy": "bitfit", "budget": None}),
+    ("bert", {"modules_to_save": ["classifier"]}),
+    ("bert", {"strategy": "pafi"}),
+    ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
+    ("llama", {"strategy": "full-vector"}),
+])  # fmt: skip
 def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
     if options.get("strategy") == "full-vector":  # an earlier delta's entries, all there from the first step
         torch.manual_seed(1)
@@ -234,15 +231,11 @@ def disturb(follower, run, slot=0):
     return tensor.name
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, base: [parameter.data.normal_() for parameter in model.parameters()],
-        lambda model, base: model.bfloat16().float(),
-        lambda model, base: model.load_state_dict(base.state_dict()),
-    ],
-    ids=["drawn", "cast twice", "the base's"],
-)
+@pytest.mark.parametrize("change", [
+    lambda model, base: [parameter.data.normal_() for parameter in model.parameters()],
+    lambda model, base: model.bfloat16().float(),
+    lambda model, base: model.load_state_dict(base.state_dict()),
+], ids=["drawn", "cast twice", "the base's"])  # fmt: skip
 def test_a_model_that_something_else_has_changed_is_refused(change):
     run = Run(strategy="pafi")
     follower = run.follower()

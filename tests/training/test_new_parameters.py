@@ -139,16 +139,12 @@ def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
         overlap(delta, delta)
 
 
-@pytest.mark.parametrize(
-    ("make", "pattern"),
-    [
-        (lambda: lora(bert(), use_dora=True), "lora_"),
-        (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
-        (lambda: pfeiffer(bert()), "adapters.default"),
-        (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
-    ],
-    ids=["dora", "embedding", "adapters", "prefix"],
-)
+@pytest.mark.parametrize(("make", "pattern"), [
+    (lambda: lora(bert(), use_dora=True), "lora_"),
+    (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
+    (lambda: pfeiffer(bert()), "adapters.default"),
+    (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
+], ids=["dora", "embedding", "adapters", "prefix"])  # fmt: skip
 def test_parameters_of_peft_and_adapters_are_found_and_no_others(make, pattern):
     model = make()
     names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]
