@@ -6,16 +6,14 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from limits import needs_limits, within_limits
 from models import build, train
+from requirements import needs_transformers_5
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
 
-# seen under 4.57: a base without a model type is refused as another family's, and a bare BertPreTrainedModel is built
-of_version_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="behaves otherwise under transformers 4")
-
+of_version_5 = needs_transformers_5("4 refuses a base without a model type, and builds a bare BertPreTrainedModel")
 LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
 

@@ -115,7 +115,7 @@ def average_as_yolo(average, model):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sentence"), [("id3", "buffers were not"), ("random", "an average of equal numbers")]
+    ("strategy", "sentence"), [("id3", "buffers were not"), ("random", "average of equal numbers")]
 )
 def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(strategy, sentence):
     pretrained, average, seen, batches = trained(average_as_yolo, strategy=strategy, dtype=torch.float32)

@@ -61,11 +61,9 @@ def test_a_sum_is_in_the_longer_of_the_types_that_gradients_came_in(rows, order)
 
 
 @pytest.mark.parametrize("owned", [True, False])
-@pytest.mark.parametrize(
-    "values",
-    [torch.ones(1, COLS).expand(ROWS, COLS), torch.randn(COLS, ROWS).t(), torch.randn(ROWS, 2 * COLS)[:, ::2]],
-    ids=["expanded", "transposed", "strided"],
-)
+@pytest.mark.parametrize("values", [
+    torch.ones(1, COLS).expand(ROWS, COLS), torch.randn(COLS, ROWS).t(), torch.randn(ROWS, 2 * COLS)[:, ::2]
+], ids=["expanded", "transposed", "strided"])  # fmt: skip
 def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
     before, indices = values.clone(), torch.tensor([1, ROWS * COLS - 1])
     gradient = DenseGradient(values, owned=owned)

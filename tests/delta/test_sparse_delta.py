@@ -351,17 +351,13 @@ def whole(name, tensor):
 
 
 UNFIT = {
-    r"tensor `2.weight` does not hold the values that the delta was trained": lambda delta, model: with_changed(
-        delta, "2.weight", base_sha256=digest(torch.zeros(1))
-    ),
+    "`2.weight` does not hold the values": lambda delta, _: with_changed(delta, "2.weight", base_sha256="0" * 64),
     r"no tensor `2.wieght` \(near: `2.weight`.*\); 2 names missing in all. Load the base": another_name,
     r"no tensor `classifier.weight`; .*: build the model with that head": whole("classifier.weight", torch.zeros(2, 2)),
     r"`0.bias` has shape \(5,\) in the model, \(7,\) in the delta.*build the model": whole("0.bias", torch.zeros(7)),
     "`2.bias` is there twice": whole("2.bias", torch.zeros(3)),
     "`0.bias` is torch.float32 in the model, torch.int32 in the delta": whole("0.bias", torch.zeros(5).int()),
-    r"tensor `2.bias` has shape \(3,\) in the model, \(9,\) in the delta": lambda delta, model: delta.tensors.update(
-        {"2.bias": added(torch.zeros(9), [1.0])}
-    ),
+    "`2.bias` has shape": lambda delta, _: delta.tensors.update({"2.bias": added(torch.zeros(9), [1.0])}),
     r"tensor `2.weight` is torch.int8 in the model.*load the base unquantized": lambda delta, model: setattr(
         model[2], "weight", nn.Parameter(torch.zeros(3, 5).char(), False)
     ),

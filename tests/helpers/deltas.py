@@ -53,13 +53,9 @@ def with_recipes(delta, recipes):
 
 
 def lora_recipes(model):
-    return {
-        plain_name(name): InitializerRecipe("uniform", parameter.shape[1] ** -0.5, 4)
-        if "lora_A" in name
-        else InitializerRecipe("constant", 0.0, 4)
-        for name, parameter in model.named_parameters()
-        if "lora_" in name
-    }
+    lora = {plain_name(name): parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    recipes = {name: InitializerRecipe("uniform", p.shape[1] ** -0.5, 4) for name, p in lora.items()}
+    return recipes | {name: InitializerRecipe("constant", 0.0, 4) for name in lora if "lora_A" not in name}
 
 
 def bits(model):

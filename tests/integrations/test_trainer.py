@@ -233,10 +233,8 @@ def test_a_trainer_warns_before_it_trains_what_no_delta_holds(tmp_path):
 
 def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on_from(tmp_path):
     make_trainer(make_model(steps=STEPS), tmp_path, callbacks=[]).train()
-    with (
-        pytest.warns(UserWarning, match="loaded without entries"),
-        pytest.raises(SparsifyError, match="written without SparsifyCallback"),
-    ):
+    loaded = pytest.warns(UserWarning, match="loaded without entries")
+    with loaded, pytest.raises(SparsifyError, match="written without SparsifyCallback"):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -4,14 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+import transformers as hf
 from models import build
 from trainers import BEST, BUDGET, STEPS, make_trainer, rows_of, run_trainer, sentences, steps_done, tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-)
 
 from sparsify import SparseDelta, SparsifyCallback, get_engine, load_model, sparsify
 
@@ -33,12 +28,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def bert(folders):
-    return lambda: BertForSequenceClassification.from_pretrained(folders["bert"])
+    return lambda: hf.BertForSequenceClassification.from_pretrained(folders["bert"])
 
 
 @pytest.fixture
 def llama(folders):
-    return lambda: LlamaForCausalLM.from_pretrained(folders["llama"])
+    return lambda: hf.LlamaForCausalLM.from_pretrained(folders["llama"])
 
 
 @pytest.fixture
@@ -69,7 +64,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped
     assert sum(isinstance(callback, SparsifyCallback) for callback in run.callback_handler.callbacks) == 1
     best = run.state.best_model_checkpoint
     assert not best.endswith(f"-{STEPS}")
-    served = AutoModelForSequenceClassification.from_pretrained(best)
+    served = hf.AutoModelForSequenceClassification.from_pretrained(best)
     for model in (served, peft.PeftModel.from_pretrained(bert(), best)):
         assert torch.equal(scores(model), scores(run.model))
 
@@ -88,7 +83,7 @@ def test_a_lora_beside_the_entries_has_a_rate_of_its_own_and_resumes_bit_for_bit
     whole.train()
     assert steps_done(whole.model) == (STEPS, BUDGET)
     assert [round(group["initial_lr"], 6) for group in whole.optimizer.param_groups] == [1e-2, 1e-3]
-    served = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    served = hf.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
     assert torch.equal(scores(served, "llama"), scores(whole.model, "llama"))
     again = run()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -102,7 +97,7 @@ def test_an_adapter_of_transformers_own_trains_too(llama, tmp_path):
     assert steps_done(model) == (STEPS, BUDGET)
     model.save_pretrained(tmp_path / "adapter")
     for folder in ("adapter", f"checkpoint-{STEPS}"):
-        served = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        served = hf.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert torch.equal(scores(served, "llama"), scores(model, "llama"))
 
 
@@ -111,7 +106,7 @@ def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, b
     run = run_trainer(sparsify(model, BUDGET, modules_to_save=["classifier"]), tmp_path)
     folder = tmp_path / f"checkpoint-{STEPS}"
     for loaded in (
-        AutoModelForSequenceClassification.from_pretrained(folder), load_model(folders["bert"], folder),
+        hf.AutoModelForSequenceClassification.from_pretrained(folder), load_model(folders["bert"], folder),
         peft.AutoPeftModel.from_pretrained(folder),
     ):  # fmt: skip
         assert torch.equal(scores(loaded), scores(model))
@@ -138,7 +133,7 @@ def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
     assert steps_done(run.model) == (STEPS, BUDGET)
     assert getattr(run, "ref_model", None) is None
     run.save_model(tmp_path / "final")
-    served = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    served = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").stat().st_size < 8_000
     again = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)

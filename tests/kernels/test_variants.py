@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from products import triton_kernels
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from sparsify import sparsify
-from sparsify.kernels import has_triton
 
 KERNELS = ("_select", "_cut", "_sddmm", "_scatter")
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -35,10 +35,7 @@ class Recorded:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_run_compiles_few_variants_however_its_tensors_and_batches_differ(name, monkeypatch):
-    if not has_triton(torch.device("cpu")):
-        pytest.skip("Triton is not installed, or its interpreter not asked for")
-    from sparsify.kernels import triton
-
+    triton = triton_kernels(torch.device("cpu"))
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
     monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 0, False: 0})  # so that entries are sampled
     monkeypatch.setattr("sparsify.selection.small.LARGEST", 100)  # biases and norms

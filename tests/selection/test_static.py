@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from deltas import unchanged
 from models import build, loss_of, train
 from oracle import unmasked_sets
 from torch import nn
@@ -72,10 +73,8 @@ def calibration_of(importance, batches):
 
 def assert_refused(model, message, *arguments, **options):
     """The call is an error, and changes nothing."""
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(SparsifyError, match=message):
+    with unchanged(model), pytest.raises(SparsifyError, match=message):
         sparsify(model, *arguments, **options)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model.first) is nn.Linear
 
 
@@ -165,12 +164,8 @@ def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_prune
     assert set(delta.whole) == {"first.weight", "second.weight", "head.weight"}
     assert all("weight" not in name or "norm" in name for name in delta.tensors)
     delta.save(tmp_path / "delta")
-    before = copy.deepcopy(base.state_dict())
-    loaded = SparseDelta.load(tmp_path / "delta")
-    loaded.apply(base)
-    assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
-    loaded.revert(base)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    with unchanged(base), SparseDelta.load(tmp_path / "delta").applied(base):
+        assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
 
 
 def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_pruned_once():

@@ -5,6 +5,7 @@ import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from models import build, loss_of
@@ -65,7 +66,6 @@ def test_an_optimizer_without_the_flat_delta_is_refused_at_its_first_step(make):
 
 
 def test_a_flat_delta_that_was_frozen_is_refused_in_backward():
-    peft = pytest.importorskip("peft")
     model, batches = built()
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
     with pytest.raises(SparsifyError, match=r"does not require grad.*get_peft_model\(\)"):
@@ -75,7 +75,6 @@ def test_a_flat_delta_that_was_frozen_is_refused_in_backward():
 
 
 def test_a_flat_delta_that_was_frozen_with_everything_else_is_refused_in_the_optimizers_step():
-    peft = pytest.importorskip("peft")
     model, batches = built()
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -143,7 +142,6 @@ def test_a_step_that_initialises_the_optimizer_is_none(make):
 
 
 def test_what_trains_later_and_is_in_no_delta_is_named_once():
-    peft = pytest.importorskip("peft")
     model, batches = build("bert")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
     sparsify(model, BUDGET, steps=STEPS)

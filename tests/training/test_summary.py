@@ -158,6 +158,7 @@ def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified():
 
 STRATEGIES = ["id3", "pafi", "random", "bitfit", Strategy(D3(), Repeat())]
 SCHEDULES = [Schedule(every=4), Schedule("cubic", until=0.5), "cosine"]
+RUNS = [*((each, "uniform") for each in STRATEGIES), *(("id3", each) for each in SCHEDULES)]
 
 
 def trained(strategy="id3", steps=3, planned=6, **options):
@@ -165,11 +166,7 @@ def trained(strategy="id3", steps=3, planned=6, **options):
     return train_model(model, batches[:steps])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "schedule"),
-    [*((each, "uniform") for each in STRATEGIES), *(("id3", each) for each in SCHEDULES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("strategy", "schedule"), RUNS, ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 8])
 def test_an_honest_run_is_verified_at_any_step(strategy, schedule, steps):
     found = summary(trained(strategy, steps, schedule=schedule), verify=True)
