@@ -168,9 +168,7 @@ def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
         load("a/gated", ", token=False"): "GatedRepoError - `a/gated` .*: it is gated: ask for access on its page",
         load("a/empty", ", revision='v9'"): "RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one",
         load("a/empty"): "EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main'",
-        load(
-            "a/cached", ", local_files_only=True"
-        ): "LocalEntryNotFoundError - `a/cached` .*: it is not in the local c",
+        load("a/cached", ", local_files_only=True"): "LocalEntryNotFoundError - `a/cached` .*: it is not in",
     }
     for line, pattern in zip(client(*expected).splitlines(), expected.values(), strict=True):
         assert re.match(rf"SparsifyError from \w*{pattern}", line), line
