@@ -114,9 +114,7 @@ def average_as_yolo(average, model):
             value += (1 - DECAY) * others[name].detach()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sentence"), [("id3", "buffers were not"), ("random", "average of equal numbers")]
-)
+@pytest.mark.parametrize(("strategy", "sentence"), [("id3", "buffers were not"), ("random", "average of equal")])
 def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(strategy, sentence):
     pretrained, average, seen, batches = trained(average_as_yolo, strategy=strategy, dtype=torch.float32)
     pretrained.load_state_dict(ema_of(seen), strict=False)

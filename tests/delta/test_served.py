@@ -87,9 +87,7 @@ def test_wrong_values_or_places_are_errors_before_anything_is_written(tmp_path):
         delta.apply(served)
     assert engine.holds(before)
     engine, served = start(tmp_path)
-    engine.load_weights = lambda weights: Engine.load_weights(
-        engine, [pair for pair in weights if "norm" not in pair[0]]
-    )
+    engine.load_weights = lambda pairs: Engine.load_weights(engine, [pair for pair in pairs if "norm" not in pair[0]])
     with pytest.raises(BaseMismatchError, match=r"no place for \d+ of \d+ entries of `model.layers.0.input_layernorm"):
         delta.apply(served)
     engine, served = start(tmp_path)

@@ -81,9 +81,7 @@ def assert_refused(model, message, *arguments, **options):
 @pytest.mark.parametrize("importance", IMPORTANCES, ids=lambda importance: importance.name)
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 @pytest.mark.parametrize("prunes", [True, False])
-def test_the_best_entries_of_matrices_stay_and_pruning_keeps_all_vectors(
-    model_and_batches, importance, allocation, prunes
-):
+def test_the_best_entries_of_matrices_stay_and_pruning_keeps_vectors(model_and_batches, importance, allocation, prunes):
     model, batches = model_and_batches
     if not prunes:
         freeze_vectors(model)

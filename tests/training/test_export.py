@@ -58,9 +58,7 @@ def test_a_module_that_is_replaced_afterwards_is_named_with_what_is_lost(outputs
     model.head.requires_grad_(True)
     train(model, [{**batch, "labels": batch["labels"] % outputs} for batch in batches[:STEPS]])
     both = "`head.weight`, `head.bias`"
-    assert_incomplete(
-        model, rf"{both} can train, .*; {both} were replaced after sparsify\(\): what was trained there is"
-    )
+    assert_incomplete(model, rf"{both} can train, .*; {both} were replaced after sparsify\(\): what was trained there")
 
 
 def test_a_head_outside_of_the_sparsified_module_is_named():
