@@ -169,8 +169,7 @@ def winners_of_random_tensors(rank):
         tensors = get_engine(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        expected = TopK(size, torch.float32, "cpu")
-        topk = TopK(size, torch.float32, "cpu")
+        expected, topk = (TopK(size, torch.float32, "cpu") for _ in range(2))
         if runs_ahead(torch.device("cpu")):
             topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
         selector = RanksSelector(topk, importance, Work(), True, Ranks(), tensors)

@@ -2,14 +2,13 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from models import build, loss_of, run_steps, sparsified
 from oracle import unmasked_sets
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, load_model, sparsify, trained_state
-
-accelerate = pytest.importorskip("accelerate")
 
 BUDGET, STEPS = 30, 3
 PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifier")

@@ -71,7 +71,7 @@ TUNERS = {
     "prefix tuning": prompt("llama", "PrefixTuningConfig"),
     "prefix with a projection": prompt("llama", "PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=8),
     "multitask prompt tuning": prompt("gpt2", "MultitaskPromptTuningConfig", num_tasks=2, num_ranks=2),
-    "adaption prompt": on("llama", "AdaptionPromptConfig", task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2),
+    "adaption": ("llama", lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)),
     "cartridge": prompt("llama", "CartridgeConfig"),
 }  # fmt: skip
 
@@ -94,7 +94,7 @@ REFUSED = {
         r"osf_svd_params\.default\.U_low` cannot be masked: the module \(ParameterDict\) has a gradient hook on it",
     ),
     "CPT": (
-        *on("gpt2", "CPTConfig", task_type="CAUSAL_LM", cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1]),
+        *prompt("gpt2", "CPTConfig", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]),
         r"delta_embedding\.weight` cannot be masked: the module \(Embedding\) has a gradient hook on it",
     ),
     "p-tuning by an LSTM": (

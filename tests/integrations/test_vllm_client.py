@@ -194,11 +194,10 @@ def test_updates_come_from_files_and_urls_of_the_host(tmp_path, served):
     worker.receive(Request(path=str(tmp_path / "first")))
     run.step()
     (tmp_path / "second").write_bytes(bytes(publisher.update()))
-    files = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    threading.Thread(target=files.serve_forever, daemon=True).start()
-    worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
-    files.shutdown()
-    files.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
+        files.shutdown()
     assert served[0].holds(run.expected())
 
 

@@ -1,4 +1,4 @@
-"""Tensors that get no gradient, small ones and large ones: none of their entries is unmasked."""
+"""Small tensors' gradients are kept to the end; tensors that get none, small ones and large ones, unmask no entry."""
 
 import pytest
 import torch
@@ -6,9 +6,19 @@ from products import seeded
 from torch import nn
 
 from sparsify import D3, Increment, Magnitude, Repeat, Strategy, get_engine, sparsify
+from sparsify.core.gradients import DenseGradient
+from sparsify.selection.small import SmallGradients
 
 pytestmark = pytest.mark.usefixtures("device")
 SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0": 9}), Repeat()]
+
+
+def test_a_gradient_is_kept_in_memory_of_its_own():
+    (tensor, _), values = get_engine(sparsify(nn.Linear(3, 2), 4, "random")).tensors, torch.ones(2, 3)
+    small = SmallGradients()
+    small.add(tensor, DenseGradient(values, owned=False))
+    values.zero_()  # as another backward may
+    assert small.take([torch.arange(6)]).all()
 
 
 class Routed(nn.ModuleList):
