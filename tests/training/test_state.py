@@ -171,14 +171,14 @@ class Parts(nn.Module):
 IDS = torch.arange(9).view(3, 3)
 
 
-def parts(strategy="id3", trained=3, seed=0):
+def parts(strategy="id3", trained=3, seed=0, ids=IDS):
     """A plain model, and the same one in training."""
     torch.manual_seed(seed)
     plain = Parts()
     model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     for _ in range(trained):
-        model(IDS).square().sum().backward()
+        model(ids).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return plain, model, optimizer
@@ -251,10 +251,13 @@ def test_accelerates_loader_for_several_devices_brings_everything(strategy, insi
     assert bits(resumed) == bits(straight)
 
 
-def test_an_earlier_state_that_is_written_into_the_models_own_tensors_is_gone_back_to():
-    earlier, model = parts(trained=2)[1], parts(trained=5)[1]
+@pytest.mark.parametrize("options", [{"trained": 2}, {"trained": 5, "ids": IDS % 2}], ids=["earlier", "other ids"])
+def test_a_state_that_is_written_into_the_models_own_tensors_is_gone_back_to(options):
+    other, model = parts(**options)[1], parts(trained=5)[1]
+    assert unmasked_sets(other) != unmasked_sets(model)
     state = model.state_dict()
-    for name, value in earlier.state_dict().items():
+    for name, value in other.state_dict().items():
         state[name].copy_(value)  # as torch.distributed.checkpoint.load() does
     model.load_state_dict(state)
-    assert bits(model) == bits(earlier)
+    assert bits(model) == bits(other)
+    assert unmasked_sets(model) == unmasked_sets(other)
