@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import make_delta, save, tuned
 from engines import Engine, llama, start
+from models import train
 
 from sparsify import DeltaPublisher, DeltaSubscriber, DeltaSwitch, SparseDelta, sparsify
 from sparsify.delta.served import ServedModel, Window
@@ -38,14 +39,11 @@ def test_each_rank_follows_a_training_in_the_dtype_that_it_computes_in(tmp_path,
     engines = [start(tmp_path, rank, ranks, dtype) for rank in range(ranks)]
     followers = [DeltaSubscriber(served) for _, served in engines]
     model = sparsify(llama(), 90, steps=4, modules_to_save=["o_proj"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     publisher = DeltaPublisher(model)
     updates = [publisher.snapshot()]
     for _ in range(4):
         tokens = torch.randint(3, 30, (2, 6))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, [{"input_ids": tokens, "labels": tokens}], lr=0.1)
         updates.append(publisher.update())
     for update in (updates[0], updates[1], updates[3].snapshot(), updates[4]):
         for (_, served), follower in zip(engines, followers, strict=True):
