@@ -187,12 +187,15 @@ def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
     assert type(load_model(tmp_path, SparseDelta({}), model_class=CLIPTextModel)) is CLIPTextModel
 
 
-@pytest.mark.parametrize(("change", "name"), [
-    (lambda config: config.update(hidden_act="zzz"), "BertModel"),
-    (lambda config: config.update(num_attention_heads=0), "BertModel"),
-    (lambda config: config.update(dtype="zzz"), "BertModel"),
-    pytest.param(lambda config: None, "BertPreTrainedModel", marks=of_version_5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda config: config.update(hidden_act="zzz"), "BertModel"),
+        (lambda config: config.update(num_attention_heads=0), "BertModel"),
+        (lambda config: config.update(dtype="zzz"), "BertModel"),
+        pytest.param(lambda config: None, "BertPreTrainedModel", marks=of_version_5),
+    ],
+)
 def test_what_transformers_cannot_build_is_an_error_of_ours(classifier, change, name):
     base, *_ = classifier
     rewrite(base, change)

@@ -196,13 +196,16 @@ def test_an_adapter_in_float32_works_within_a_base_in_bfloat16():
 
 
 @every_kind
-@pytest.mark.parametrize(("name", "heads"), [
-    ("bert", ["classifier.weight", "classifier.bias"]),
-    ("roberta", [f"classifier.{part}.{end}" for part in ("dense", "out_proj") for end in ("weight", "bias")]),
-    ("deberta-v2", [f"{part}.{end}" for part in ("pooler.dense", "classifier") for end in ("weight", "bias")]),
-    ("t5", []),
-    ("llama", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("bert", ["classifier.weight", "classifier.bias"]),
+        ("roberta", [f"classifier.{part}.{end}" for part in ("dense", "out_proj") for end in ("weight", "bias")]),
+        ("deberta-v2", [f"{part}.{end}" for part in ("pooler.dense", "classifier") for end in ("weight", "bias")]),
+        ("t5", []),
+        ("llama", []),
+    ],
+)
 def test_adapters_and_a_tasks_head_get_gradients_and_nothing_else(name, kind, heads):
     model, batches = with_adapters(name, kind)
     model(**batches[0]).loss.backward()
@@ -337,15 +340,18 @@ KNOWN = r"no layer that adapters are known for: those of BERT \(.*\), T5 .* and 
 FIRST = {"target_modules": ["0"]}
 
 
-@pytest.mark.parametrize(("make", "options", "match"), [
-    *((lambda: build("bert")[0], *bad) for bad in BAD_ARGUMENTS),
-    *((lambda name=name: build(name)[0], {}, KNOWN) for name in ("gpt2", "gemma2", "vit", "mamba")),
-    (odd_stack, {}, r"1 of the 2 layers in 'model.layers' are of a kind .* number 1, a Qwen3DecoderLayer; "),
-    (lambda: nn.Sequential(nn.Sequential(nn.ReLU())), FIRST, "'0' is an nn.Sequential, .* name its last module"),
-    (lambda: nn.Sequential(nn.ReLU()), FIRST, "the size of what '0', a ReLU, gives is not known"),
-    (lambda: with_adapters("llama")[0], {}, "LlamaForCausalLM has adapters already; call remove_adapters"),
-    (of_adapterhub, {}, "was prepared by AdapterHub's `adapters`: call its model.add_adapter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        *((lambda: build("bert")[0], *bad) for bad in BAD_ARGUMENTS),
+        *((lambda name=name: build(name)[0], {}, KNOWN) for name in ("gpt2", "gemma2", "vit", "mamba")),
+        (odd_stack, {}, r"1 of the 2 layers in 'model.layers' are of a kind .* number 1, a Qwen3DecoderLayer; "),
+        (lambda: nn.Sequential(nn.Sequential(nn.ReLU())), FIRST, "'0' is an nn.Sequential, .* name its last module"),
+        (lambda: nn.Sequential(nn.ReLU()), FIRST, "the size of what '0', a ReLU, gives is not known"),
+        (lambda: with_adapters("llama")[0], {}, "LlamaForCausalLM has adapters already; call remove_adapters"),
+        (of_adapterhub, {}, "was prepared by AdapterHub's `adapters`: call its model.add_adapter"),
+    ],
+)
 def test_what_cannot_take_adapters_is_named_and_nothing_is_changed(make, options, match):
     model = make()
     untouched(model, lambda: add_adapters(model, **options), match)
@@ -373,16 +379,19 @@ def edited(folder, change):
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("change", "match"), [
-    (lambda c: c["config"].update(ln_before=True), "describes neither Houlsby nor Pfeiffer adapters"),
-    (lambda c: c["config"].update(non_linearity="gelu"), "describes neither Houlsby nor Pfeiffer adapters"),
-    (lambda c: c["config"].update(reduction_factor={"1": 8}), r"reduction_factor=\{'1': 8\}; expected a number"),
-    (lambda c: c["config"].update(reduction_factor=2), r"has the shape \(4, 16\), .* needs \(8, 16\)"),
-    (lambda c: c.update(name="other"), r"has no `bert.*\.other\.adapter_down\.0\.weight`, which .* needs \(near"),
-    (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a list of module names"),
-    (lambda c: c.update(target_modules=["bert.poler"]), "has no module 'bert.poler' .near: `bert.pooler`"),
-    (lambda c: c.clear(), "is no config of AdapterHub's bottleneck adapters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c["config"].update(ln_before=True), "describes neither Houlsby nor Pfeiffer adapters"),
+        (lambda c: c["config"].update(non_linearity="gelu"), "describes neither Houlsby nor Pfeiffer adapters"),
+        (lambda c: c["config"].update(reduction_factor={"1": 8}), r"reduction_factor=\{'1': 8\}; expected a number"),
+        (lambda c: c["config"].update(reduction_factor=2), r"has the shape \(4, 16\), .* needs \(8, 16\)"),
+        (lambda c: c.update(name="other"), r"has no `bert.*\.other\.adapter_down\.0\.weight`, which .* needs \(near"),
+        (lambda c: c.update(target_modules="mlp"), "target_modules='mlp'; expected a list of module names"),
+        (lambda c: c.update(target_modules=["bert.poler"]), "has no module 'bert.poler' .near: `bert.pooler`"),
+        (lambda c: c.clear(), "is no config of AdapterHub's bottleneck adapters"),
+    ],
+)
 def test_a_folder_of_other_adapters_is_refused_before_the_model_is_changed(change, match, tmp_path):
     save_adapters(with_adapters("bert")[0], tmp_path)
     edited(tmp_path, change)

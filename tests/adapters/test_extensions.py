@@ -119,14 +119,17 @@ def pfeiffer(folder):
     return folder, SparseDelta.from_model(model)
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [
-    ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\], and only LORA, .* are built: build"),
-    ({"init_lora_weights": "pissa"}, SparsifyError, "'pissa', which may have changed the base's own weights"),
-    ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 16\) in the model that .* and \(4, 16\)"),
-    ({"target_modules": ["nowhere"]}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
-    ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
-    ({"layers_to_transform": [0], "target_modules": 3}, SparsifyError, "PEFT"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"peft_type": ["LORA"]}, SparsifyError, r"of type \['LORA'\], and only LORA, .* are built: build"),
+        ({"init_lora_weights": "pissa"}, SparsifyError, "'pissa', which may have changed the base's own weights"),
+        ({"r": 10**9}, BaseMismatchError, r"has shape \(1000000000, 16\) in the model that .* and \(4, 16\)"),
+        ({"target_modules": ["nowhere"]}, SparsifyError, "PEFT cannot build the adapter that the delta records"),
+        ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
+        ({"layers_to_transform": [0], "target_modules": 3}, SparsifyError, "PEFT"),
+    ],
+)
 def test_a_record_that_does_not_fit_is_refused(lora, changes, error, message):
     with pytest.raises(error, match=message):
         load_model(*changed(lora, changes))

@@ -87,18 +87,21 @@ def test_steps_that_could_not_fill_their_quota_are_told():
     assert (found[-1].step, found[-1].unmasked) == (4, summary(embedding).unmasked)
 
 
-@pytest.mark.parametrize(("names", "kinds"), [
-    (["bert.layer.3.dense.bias", "bert.pooler.weight", "head.w"], ["dense.bias", "pooler.weight", "head.w"]),
-    (["shared.w", "encoder.b.0.l.1.w", "decoder.b.0.l.1.w"], ["shared.w", "encoder.b.l.1.w", "decoder.b.l.1.w"]),
-    (["m.encoder.l.0.b", "m.decoder.l.0.b", "m.encoder.norm.b"], ["encoder.l.b", "decoder.l.b", "encoder.norm.b"]),
-    (["layers.0.experts.7.w1.weight", "layers.0.experts.w1"], ["experts.*.w1.weight", "experts.w1"]),
-    (["layers.0.other_experts.7.weight"], ["other_experts.7.weight"]),
-    (["0.weight", "body.0.weight"], ["weight", "body.weight"]),
-    (["prompts.0", "prompts.1"], ["prompts", "prompts"]),
-    (["0"], ["0"]),
-    (["weight", "layer1.weight"], ["weight", "layer1.weight"]),
-    ([], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["bert.layer.3.dense.bias", "bert.pooler.weight", "head.w"], ["dense.bias", "pooler.weight", "head.w"]),
+        (["shared.w", "encoder.b.0.l.1.w", "decoder.b.0.l.1.w"], ["shared.w", "encoder.b.l.1.w", "decoder.b.l.1.w"]),
+        (["m.encoder.l.0.b", "m.decoder.l.0.b", "m.encoder.norm.b"], ["encoder.l.b", "decoder.l.b", "encoder.norm.b"]),
+        (["layers.0.experts.7.w1.weight", "layers.0.experts.w1"], ["experts.*.w1.weight", "experts.w1"]),
+        (["layers.0.other_experts.7.weight"], ["other_experts.7.weight"]),
+        (["0.weight", "body.0.weight"], ["weight", "body.weight"]),
+        (["prompts.0", "prompts.1"], ["prompts", "prompts"]),
+        (["0"], ["0"]),
+        (["weight", "layer1.weight"], ["weight", "layer1.weight"]),
+        ([], []),
+    ],
+)
 def test_kinds_of_other_architectures(names, kinds):
     assert [kind for _, kind in places(names).values()] == kinds
 

@@ -133,14 +133,17 @@ def test_rows_of_chosen_tokens_are_trained_whole_in_addition_to_the_budget(name,
         assert get_engine(train(model)).unmasked == 80 + entries
 
 
-@pytest.mark.parametrize(("tokens", "options", "message"), [
-    ([OLD], {}, r"`model.embed_tokens` a list of different tokens from 0 to 39"),
-    ({"lm_head": [3], "embed_tokens": [4]}, {}, "for tied tables one and the same"),
-    ({"head": [3]}, {}, "trainable_token_indices: 'head' matches no module"),
-    ({"mlp": [3]}, {}, r"`model.layers.0.mlp` \(LlamaMLP\) is no plain embedding or output layer"),
-    ([3], {"modules_to_save": ["embed_tokens"]}, "is trained whole by modules_to_save"),
-    ([3], {"budget": None, "strategy": "full"}, 'with strategy "full"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        ([OLD], {}, r"`model.embed_tokens` a list of different tokens from 0 to 39"),
+        ({"lm_head": [3], "embed_tokens": [4]}, {}, "for tied tables one and the same"),
+        ({"head": [3]}, {}, "trainable_token_indices: 'head' matches no module"),
+        ({"mlp": [3]}, {}, r"`model.layers.0.mlp` \(LlamaMLP\) is no plain embedding or output layer"),
+        ([3], {"modules_to_save": ["embed_tokens"]}, "is trained whole by modules_to_save"),
+        ([3], {"budget": None, "strategy": "full"}, 'with strategy "full"'),
+    ],
+)
 def test_tokens_that_cannot_be_trained_are_refused(tokens, options, message, tmp_path):
     model = Added(tmp_path, "tied").load(0, OLD)
     with pytest.raises(SparsifyError, match=message):

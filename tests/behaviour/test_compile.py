@@ -86,12 +86,15 @@ def test_a_whole_model_is_one_graph_and_the_oracle(name):
     assert not graph_breaks()
 
 
-@pytest.mark.parametrize(("name", "dtype", "mode"), [
-    ("mlp", torch.float32, None),
-    ("mlp", torch.float32, "reduce-overhead"),  # with CUDA graphs
-    pytest.param("bert", torch.float32, None, marks=slow),
-    pytest.param("bert", torch.float64, None, marks=slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype", "mode"),
+    [
+        ("mlp", torch.float32, None),
+        ("mlp", torch.float32, "reduce-overhead"),  # with CUDA graphs
+        pytest.param("bert", torch.float32, None, marks=slow),
+        pytest.param("bert", torch.float64, None, marks=slow),
+    ],
+)
 def test_the_default_backend_is_the_oracle(name, dtype, mode):
     tolerance = 1e-9 if dtype == torch.float64 else 1e-5
     compare(*built(name, dtype), lambda model: torch.compile(model, mode=mode), tolerance=tolerance)

@@ -84,11 +84,14 @@ def test_a_task_without_data_is_an_error_that_says_where_it_could_be(main, tmp_p
         main(["--task", "mrpc"])
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [
-    ("fish", {"updates": 400}),
-    ("d3-repeat", {"updates": 400}),
-    ("full", {"lr": 5e-5}),  # a rate of its own
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("fish", {"updates": 400}),
+        ("d3-repeat", {"updates": 400}),
+        ("full", {"lr": 5e-5}),  # a rate of its own
+    ],
+)
 def test_the_other_strategies_train(main, files, strategy, expected):
     result = main([*files, "--steps", "2", "--strategy", strategy, "--budget", "200"])
     assert result.items() >= expected.items()
@@ -123,12 +126,15 @@ def check_saved(text_classification, script, files, folder, result):
     return task, rebuilt
 
 
-@pytest.mark.parametrize(("script", "options", "entries"), [
-    ("sparse_lora", ["--strategy", "dense"], 331_776),  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
-    ("sparse_adapters", ["--strategy", "dense", "--kind", "pfeiffer", "--reduction-factor", "16"], 113_040),
-    ("sparse_adapters", ["--strategy", "dense", "--kind", "houlsby", "--reduction-factor", "16"], 226_080),
-    ("sparse_adapters", ["--strategy", "sparseadapter"], 35_527),  # pruned by gradients beforehand
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "options", "entries"),
+    [
+        ("sparse_lora", ["--strategy", "dense"], 331_776),  # 6 layers of 8 (4 (384 + 384) + 2 (384 + 1536))
+        ("sparse_adapters", ["--strategy", "dense", "--kind", "pfeiffer", "--reduction-factor", "16"], 113_040),
+        ("sparse_adapters", ["--strategy", "dense", "--kind", "houlsby", "--reduction-factor", "16"], 226_080),
+        ("sparse_adapters", ["--strategy", "sparseadapter"], 35_527),  # pruned by gradients beforehand
+    ],
+)
 def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, options, entries):
     result = example(script).main([*files, "--steps", "1", *options, "--out", str(tmp_path)])
     assert result["entries"] == result["updates"] == entries

@@ -150,11 +150,14 @@ def test_what_is_generated_does_not_depend_on_the_batch(llama):
 SMOKE = "--steps 4 --rows 16 --judged 2 --target-length 5 --batch-size 8"
 
 
-@pytest.mark.parametrize(("suite", "options", "shown"), [
-    ("summarization", "--tasks docstrings --budgets 100", "docstrings rougeL"),
-    ("math", "", "| id3+lora-32 (exp=0.0) | lora-2 |"),
-    ("math-full", "--budgets 100", "math addsub accuracy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("suite", "options", "shown"),
+    [
+        ("summarization", "--tasks docstrings --budgets 100", "docstrings rougeL"),
+        ("math", "", "| id3+lora-32 (exp=0.0) | lora-2 |"),
+        ("math-full", "--budgets 100", "math addsub accuracy"),
+    ],
+)
 def test_a_suite_runs_from_the_command_to_its_tables(suite, options, shown, request, tmp_path, monkeypatch, capsys):
     def run_here(wanted, path, jobs, device, command):
         for settings in wanted:

@@ -119,11 +119,14 @@ def test_only_a_change_of_task_swaps_and_the_list_says_so(server, paths):
     assert found["tasks"]["mood"]["bytes"] == (paths["mood"] / "sparse_delta.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize(("wrong", "status", "text"), [
-    ({"task": "moot", "texts": ["a"]}, 404, "there is no task 'moot'; there are: mood, topic, same"),
-    ({"task": "mood"}, 422, "give either texts or pairs"),
-    ({"task": "mood", "texts": ["a"] * 65}, 422, "at most 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "status", "text"),
+    [
+        ({"task": "moot", "texts": ["a"]}, 404, "there is no task 'moot'; there are: mood, topic, same"),
+        ({"task": "mood"}, 422, "give either texts or pairs"),
+        ({"task": "mood", "texts": ["a"] * 65}, 422, "at most 64"),
+    ],
+)
 def test_a_wrong_request_is_refused_and_swaps_nothing(server, tasks, wrong, status, text):
     with pytest.raises(urllib.error.HTTPError) as error:
         server("predict", wrong)

@@ -237,10 +237,15 @@ def test_verify_that_compared_nothing_is_no_success(run, tmp_path, base, plain):
     assert "not verified" in run("verify", tmp_path / "head", "--base", tmp_path / "base", fails=True)
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("sparse_delta_config.json", "the description of a delta, for people"), ("config.json", "the config of a model"),
-    ("other.json", "JSON text"), ("weights.pt", "a zip file, as torch.save writes it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sparse_delta_config.json", "the description of a delta, for people"),
+        ("config.json", "the config of a model"),
+        ("other.json", "JSON text"),
+        ("weights.pt", "a zip file, as torch.save writes it"),
+    ],
+)
 def test_info_says_what_another_file_is(run, tmp_path, name, kind):
     (tmp_path / name).write_text(json.dumps({"format_version": 1}, indent=2))
     if kind.startswith("a zip"):

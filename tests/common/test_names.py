@@ -8,22 +8,25 @@ from sparsify.common.names import named_tensors, plain_name
 from sparsify.errors import SparsifyError
 
 
-@pytest.mark.parametrize(("name", "plain"), [
-    ("encoder.0.weight", "encoder.0.weight"),
-    ("module.encoder.weight", "encoder.weight"),
-    ("base_model.model.encoder.weight", "encoder.weight"),
-    ("base_model.model.model.layers.0.weight", "model.layers.0.weight"),
-    ("module._orig_mod.base_model.model.weight", "weight"),
-    ("encoder._orig_mod.0._orig_mod.weight", "encoder.0.weight"),
-    ("module.0.auto_model.encoder.weight", "encoder.weight"),
-    ("0.model.base_model.model.encoder.weight", "encoder.weight"),
-    # not whole components, not in front, or the tensor's own name
-    ("module_list.weight", "module_list.weight"),
-    ("encoder.module.weight", "encoder.module.weight"),
-    ("1.model.weight", "1.model.weight"),
-    ("module", "module"),
-    ("my_orig_mod.weight", "my_orig_mod.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("encoder.0.weight", "encoder.0.weight"),
+        ("module.encoder.weight", "encoder.weight"),
+        ("base_model.model.encoder.weight", "encoder.weight"),
+        ("base_model.model.model.layers.0.weight", "model.layers.0.weight"),
+        ("module._orig_mod.base_model.model.weight", "weight"),
+        ("encoder._orig_mod.0._orig_mod.weight", "encoder.0.weight"),
+        ("module.0.auto_model.encoder.weight", "encoder.weight"),
+        ("0.model.base_model.model.encoder.weight", "encoder.weight"),
+        # not whole components, not in front, or the tensor's own name
+        ("module_list.weight", "module_list.weight"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("1.model.weight", "1.model.weight"),
+        ("module", "module"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+    ],
+)
 def test_wrappers_prefixes_are_stripped_and_nothing_else(name, plain):
     assert plain_name(name) == plain
     assert plain_name(plain) == plain

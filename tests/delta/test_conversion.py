@@ -63,13 +63,16 @@ def test_a_layout_says_where_each_entry_is_whatever_was_done_to_the_tensors(arra
     assert torch.equal(found, tensor.take(indices))
 
 
-@pytest.mark.parametrize(("make", "legacy"), [
-    (bert, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
-    (
-        lambda: build("wav2vec2", torch.float32)[0],
-        {f"parametrizations.weight.original{i}": f"weight_{'gv'[i]}" for i in range(2)},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "legacy"),
+    [
+        (bert, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
+        (
+            lambda: build("wav2vec2", torch.float32)[0],
+            {f"parametrizations.weight.original{i}": f"weight_{'gv'[i]}" for i in range(2)},
+        ),
+    ],
+)
 def test_legacy_names_are_found(tmp_path, make, legacy):
     model = make()
     save(model, tmp_path, shards=False)
@@ -107,11 +110,14 @@ def test_a_conversion_that_moves_entries_about_is_an_error_by_name(tmp_path, mon
     assert torch.equal(checkpoint["bert.pooler.dense.weight"], model.pooler.dense.weight)
 
 
-@pytest.mark.parametrize(("config", "reason"), [
-    (None, r"has no `config.json`"),
-    ({"model_type": "unheard_of"}, r"transformers cannot build the model of .*config.json"),
-    ({"model_type": "bert", "hidden_size": -1}, r"transformers cannot build the model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, r"has no `config.json`"),
+        ({"model_type": "unheard_of"}, r"transformers cannot build the model of .*config.json"),
+        ({"model_type": "bert", "hidden_size": -1}, r"transformers cannot build the model"),
+    ],
+)
 def test_a_checkpoint_of_no_known_model_goes_by_its_own_names(tmp_path, config, reason):
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     if config is not None:

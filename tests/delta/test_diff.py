@@ -134,14 +134,17 @@ def test_adapters_that_are_not_merged_are_named():
     assert set(diff(base, adapted.merge_and_unload()).tensors) == {"0.weight"}
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda m: setattr(m, "0", nn.Linear(6, 4)), r"tensor `0.weight` has shape \(5, 6\) in the base, \(4, 6\) in"),
-    (lambda m: m.half(), r"`0.weight` is torch.float32 in the base, torch.float16 in the tuned model: load both"),
-    (lambda m: m[2].bias.data[1:2].fill_(torch.nan), r"tensor `2.bias`: 1 changes are not finite"),
-    (lambda m: m.to("meta"), r"`0.weight` is on the meta device and has no values: it was offloaded"),
-    (lambda m: sparsify(m, 5, steps=2), "this model is sparsified"),
-    (lambda m: None, "the two models do not differ"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "0", nn.Linear(6, 4)), r"tensor `0.weight` has shape \(5, 6\) in the base, \(4, 6\) in"),
+        (lambda m: m.half(), r"`0.weight` is torch.float32 in the base, torch.float16 in the tuned model: load both"),
+        (lambda m: m[2].bias.data[1:2].fill_(torch.nan), r"tensor `2.bias`: 1 changes are not finite"),
+        (lambda m: m.to("meta"), r"`0.weight` is on the meta device and has no values: it was offloaded"),
+        (lambda m: sparsify(m, 5, steps=2), "this model is sparsified"),
+        (lambda m: None, "the two models do not differ"),
+    ],
+)
 def test_models_that_have_no_difference_are_refused(change, message):
     base = make_base()
     tuned = copy.deepcopy(base)

@@ -133,29 +133,35 @@ def test_what_a_reader_refuses_is_not_written(path, monkeypatch, whole, config, 
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"indices": (1, 1, 7)}, "not strictly increasing"),
-    ({"indices": (-1, 1, 7)}, "out of range: they go from -1 to 7, in a tensor of 80000 entries"),
-    ({"values": (1.0, math.nan, math.inf)}, "2 of 3 values are not finite"),
-    ({"values": (1.0, 2.0)}, r"indices have shape \(3,\) and values \(2,\)"),
-    ({"indices": (), "values": ()}, "at least one entry"),
-    ({"kind": "scale"}, "kind is 'scale', expected one of replace, add"),
-    ({"dtype": torch.int32, "values": (1, 2, 3)}, "dtype is torch.int32, expected one of torch.float64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": (1, 1, 7)}, "not strictly increasing"),
+        ({"indices": (-1, 1, 7)}, "out of range: they go from -1 to 7, in a tensor of 80000 entries"),
+        ({"values": (1.0, math.nan, math.inf)}, "2 of 3 values are not finite"),
+        ({"values": (1.0, 2.0)}, r"indices have shape \(3,\) and values \(2,\)"),
+        ({"indices": (), "values": ()}, "at least one entry"),
+        ({"kind": "scale"}, "kind is 'scale', expected one of replace, add"),
+        ({"dtype": torch.int32, "values": (1, 2, 3)}, "dtype is torch.int32, expected one of torch.float64"),
+    ],
+)
 def test_entries_that_make_no_sense_cannot_be_built(change, message):
     with pytest.raises(SparsifyError, match=message):
         entries(**change)
 
 
-@pytest.mark.parametrize(("data", "message"), [
-    (b"", "does not begin with `{`"),
-    (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
-    (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
-    (join(b"[]", b""), "its header does not begin with"),
-    (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
-    (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "(recursion|Expecting)"),  # by Python's version
-    (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "does not begin with `{`"),
+        (b"not a delta at all, but a text that is long enough", "its header claims .* bytes, more than"),
+        (join({"__metadata__": {"format": "pt"}}, b""), "no metadata `sparse_delta`"),
+        (join(b"[]", b""), "its header does not begin with"),
+        (join({"__metadata__": {"sparse_delta": "{"}}, b""), "Expecting"),
+        (join({"__metadata__": {"sparse_delta": "[" * 4000}}, b""), "(recursion|Expecting)"),  # by Python's version
+        (join({"__metadata__": {"sparse_delta": "{}"}}, b""), "format version is None"),
+    ],
+)
 def test_files_that_are_something_else_are_refused(path, data, message):
     with pytest.raises(DeltaFormatError, match=f"`.*delta.safetensors` is no delta that can be used: .*{message}"):
         read_bytes(path, data)
@@ -171,46 +177,49 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
                 refuses(path)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
-    (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
-    (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
-    (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
-    (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
-    (set_in("config", "log", to=LISTS["log"]), "open more objects and lists than a reader accepts"),
-    (set_in("config", "steps", to=10**1000), "the number 1000.* is not finite as a float"),
-    (set_in("config", "steps", to=math.nan), "the number nan is not finite as a float"),
-    (set_in("whole", to=["a\x1b[31m"]), r"name is 'a\\x1b\[31m', expected a string of 1 to 1,000 ch"),
-    (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
-    (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
-    (set_in("whole", to=["head.weight", "other"]), "`other.whole` is missing"),
-    (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
-    (lambda d: d["tensors"].pop("a") and None, "`a.indices` is there"),
-    (set_in("tensors", "a", to=None), "tensor `a`: its record: expected a JSON object"),
-    (set_in("tensors", "a", "more", to=1), "tensor `a`: .* with exactly the keys base_sha256"),
-    (set_in("tensors", "a", "shape", to=[2, -1]), "tensor `a`: `shape`"),
-    (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
-    (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "fewer than 2.63 entries"),
-    (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
-    (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are torch.bfloat16, expected .* torch.float16"),
-    (set_in("tensors", "a", "kind", to={}), "tensor `a`: kind is {}"),
-    (set_in("tensors", "a", "count", to=2), "tensor `a`: indices hold 3 entries, expected 2"),
-    (set_in("tensors", "a", "base_sha256", to="G" * 64), "tensor `a`: base_sha256 is 'GGG.*, expected 64 lower"),
-    (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: quantization is 'xxx"),
-    (set_in("tensors", "a", "drawn", to={"seed": 1}), "tensor `a`: `drawn`: expected a JSON object with exactly"),
-    ({"a__values": None}, "`a.values` is missing"),
-    ({"other": torch.zeros(1)}, "`other` is there"),
-    ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: indices .* and values \(3, 1\)"),
-    ({"a__values": torch.ones(3)}, "tensor `a`: values are torch.float32, expected the base's torch.bfloat16"),
-    ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are torch.int64, expected"),
-    ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are torch.int64 .*, expected one dimension"),
-    ({"a__indices": u16(1, 2)}, "tensor `a`: indices hold 2 entries, expected 3"),
-    ({"a__indices": u16(1, 2, 3, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
-    ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices are torch.uint16 of shape \(4, 1\)"),
-    ({"a__indices": u16(1, 20_000, ESCAPE, 0)}, "tensor `a`: indices are out of range: they go from 1 to 85538"),
-    ({"a__indices": torch.tensor([1, 4, 4]).to(torch.uint32)}, "tensor `a`: indices are not strictly increasing"),
-    ({"a__indices": torch.tensor([-3, -2, -1]).to(torch.uint64)}, "tensor `a`: indices are out of range"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
+        (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
+        (set_in("payload_sha256", to="0" * 64), "its payload does not have the SHA-256 that its metadata records"),
+        (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
+        (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),
+        (set_in("config", "log", to=LISTS["log"]), "open more objects and lists than a reader accepts"),
+        (set_in("config", "steps", to=10**1000), "the number 1000.* is not finite as a float"),
+        (set_in("config", "steps", to=math.nan), "the number nan is not finite as a float"),
+        (set_in("whole", to=["a\x1b[31m"]), r"name is 'a\\x1b\[31m', expected a string of 1 to 1,000 ch"),
+        (set_in("whole", to=["head.weight", "head.weight"]), "tensor `head.weight` is there twice"),
+        (set_in("whole", to=[]), "`head.weight.whole` is there, contrary to its metadata"),
+        (set_in("whole", to=["head.weight", "other"]), "`other.whole` is missing"),
+        (set_in("config", to=[]), "`tensors` and `config` have to be objects"),
+        (lambda d: d["tensors"].pop("a") and None, "`a.indices` is there"),
+        (set_in("tensors", "a", to=None), "tensor `a`: its record: expected a JSON object"),
+        (set_in("tensors", "a", "more", to=1), "tensor `a`: .* with exactly the keys base_sha256"),
+        (set_in("tensors", "a", "shape", to=[2, -1]), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[1] * 65), "tensor `a`: `shape`"),
+        (set_in("tensors", "a", "shape", to=[2**40, 2**40]), "fewer than 2.63 entries"),
+        (set_in("tensors", "a", "shape", to=[2, 35_000]), "tensor `a`: indices are out of range"),
+        (set_in("tensors", "a", "dtype", to="F16"), "tensor `a`: values are torch.bfloat16, expected .* torch.float16"),
+        (set_in("tensors", "a", "kind", to={}), "tensor `a`: kind is {}"),
+        (set_in("tensors", "a", "count", to=2), "tensor `a`: indices hold 3 entries, expected 2"),
+        (set_in("tensors", "a", "base_sha256", to="G" * 64), "tensor `a`: base_sha256 is 'GGG.*, expected 64 lower"),
+        (set_in("tensors", "a", "quantization", to="x" * 101), "tensor `a`: quantization is 'xxx"),
+        (set_in("tensors", "a", "drawn", to={"seed": 1}), "tensor `a`: `drawn`: expected a JSON object with exactly"),
+        ({"a__values": None}, "`a.values` is missing"),
+        ({"other": torch.zeros(1)}, "`other` is there"),
+        ({"a__values": torch.ones(3, 1, dtype=torch.bfloat16)}, r"tensor `a`: indices .* and values \(3, 1\)"),
+        ({"a__values": torch.ones(3)}, "tensor `a`: values are torch.float32, expected the base's torch.bfloat16"),
+        ({"b__values__values": torch.ones(2).long()}, "tensor `b.values`: values are torch.int64, expected"),
+        ({"a__indices": torch.tensor([1, 2, 3])}, "tensor `a`: indices are torch.int64 .*, expected one dimension"),
+        ({"a__indices": u16(1, 2)}, "tensor `a`: indices hold 2 entries, expected 3"),
+        ({"a__indices": u16(1, 2, 3, ESCAPE)}, "tensor `a`: indices end in the escape 0xFFFF"),
+        ({"a__indices": u16(1, ESCAPE, 9, 0)[:, None]}, r"tensor `a`: indices are torch.uint16 of shape \(4, 1\)"),
+        ({"a__indices": u16(1, 20_000, ESCAPE, 0)}, "tensor `a`: indices are out of range: they go from 1 to 85538"),
+        ({"a__indices": torch.tensor([1, 4, 4]).to(torch.uint32)}, "tensor `a`: indices are not strictly increasing"),
+        ({"a__indices": torch.tensor([-3, -2, -1]).to(torch.uint64)}, "tensor `a`: indices are out of range"),
+    ],
+)
 def test_metadata_and_tensors_that_are_wrong_are_refused_by_name(path, good, change, message):
     data = edited(good, change) if callable(change) else rewritten(good, **change)
     with pytest.raises(DeltaFormatError, match=message):

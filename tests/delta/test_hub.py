@@ -279,13 +279,16 @@ delta = SparseDelta.load("user/name")
     assert ": 80 changed entries in 4 tensors (20.000% of their entries) and" in card.text
 
 
-@pytest.mark.parametrize(("config", "tag"), [
-    *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS),
-    ({}, []),
-    ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
-    ({"strategy": {"importance": None, "selection": {"name": "given"}}}, ["given"]),
-    ({"strategy": {"importance": {"name": ["a"]}, "selection": {"name": "static"}}}, ["static"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "tag"),
+    [
+        *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS),
+        ({}, []),
+        ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
+        ({"strategy": {"importance": None, "selection": {"name": "given"}}}, ["given"]),
+        ({"strategy": {"importance": {"name": ["a"]}, "selection": {"name": "static"}}}, ["static"]),
+    ],
+)
 def test_a_config_of_any_kind_gives_a_card_with_the_strategys_name_for_a_tag(config, tag):
     data = ModelCard(make_card(config=config)).data.to_dict()
     assert data == {"library_name": "sparsify", "tags": ["sparsify", "sparse", "selective-fine-tuning", *tag]}
@@ -320,10 +323,16 @@ def test_a_card_stays_small_whatever_the_number_of_tensors():
     assert len(card) < 40_000
 
 
-@pytest.mark.parametrize("present", [
-    "# Mine\n", "", "---\nlicense: mit\n---\n# Mine\n", "---\n: : [\n---\nbroken",
-    pytest.param(make_card().replace("---\n", "---\n: : [\n", 1), id="generated, with broken metadata"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "present",
+    [
+        "# Mine\n",
+        "",
+        "---\nlicense: mit\n---\n# Mine\n",
+        "---\n: : [\n---\nbroken",
+        pytest.param(make_card().replace("---\n", "---\n: : [\n", 1), id="generated, with broken metadata"),
+    ],
+)
 def test_a_hand_written_or_broken_card_is_left_unchanged(present):
     assert update_card(present, make_card(whole={})) == present
 

@@ -28,14 +28,17 @@ def test_values_are_independent_of_chunks(monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    (("cauchy", 1.0, 0), "distribution is 'cauchy', expected one of constant, uniform, normal"),
-    (("normal", math.inf, 0), "scale is inf, expected a finite number"),
-    (("normal", True, 0), "scale is True, expected a finite number"),
-    (("normal", "1", 0), "scale is '1', expected a finite number"),
-    (("normal", 1.0, MAX_SEED + 1), "expected an integer from 0 to 2"),
-    (("normal", 1.0, True), "seed is True, expected an integer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("cauchy", 1.0, 0), "distribution is 'cauchy', expected one of constant, uniform, normal"),
+        (("normal", math.inf, 0), "scale is inf, expected a finite number"),
+        (("normal", True, 0), "scale is True, expected a finite number"),
+        (("normal", "1", 0), "scale is '1', expected a finite number"),
+        (("normal", 1.0, MAX_SEED + 1), "expected an integer from 0 to 2"),
+        (("normal", 1.0, True), "seed is True, expected an integer"),
+    ],
+)
 def test_a_bad_recipe_is_refused(settings, message):
     with pytest.raises(SparsifyError, match=message):
         InitializerRecipe(*settings)

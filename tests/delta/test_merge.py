@@ -151,12 +151,15 @@ def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
     assert bits(merged) == bits(delta.apply(trained))
 
 
-@pytest.mark.parametrize("config", [
-    {"architecture": "a.b", "model_config": {"auto_map": {"AutoModel": "stranger/code--m.M"}, "hidden_size": 9}},
-    {"architecture": 3, "model_config": {"num_labels": 10**9}},
-    {"model_config": {"id2label": {"x": "a", "1": []}}},
-    {"model_config": [2]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architecture": "a.b", "model_config": {"auto_map": {"AutoModel": "stranger/code--m.M"}, "hidden_size": 9}},
+        {"architecture": 3, "model_config": {"num_labels": 10**9}},
+        {"model_config": {"id2label": {"x": "a", "1": []}}},
+        {"model_config": [2]},
+    ],
+)
 def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config):
     SparseDelta({}, {"classifier.weight": torch.zeros(2, 16)}, config).merge(base, out)
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
@@ -257,11 +260,14 @@ def test_the_folder_may_be_a_link_or_the_one_that_we_are_in(model, base, tmp_pat
     assert files(tmp_path / "real") == files(tmp_path / "here") != {}
 
 
-@pytest.mark.parametrize(("folders", "match"), [
-    (("base", "taken"), "is there already and is not an empty folder: delete it, or give another"),
-    (("base", "base/../base"), "is the base itself, which a merge leaves as it is"),
-    (("base/model.safetensors", "merged"), r"is not a folder: give the one with the base's `config.json`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("folders", "match"),
+    [
+        (("base", "taken"), "is there already and is not an empty folder: delete it, or give another"),
+        (("base", "base/../base"), "is the base itself, which a merge leaves as it is"),
+        (("base/model.safetensors", "merged"), r"is not a folder: give the one with the base's `config.json`"),
+    ],
+)
 def test_folders_that_cannot_be_used_are_refused(model, base, tmp_path, folders, match):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")

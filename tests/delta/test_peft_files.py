@@ -124,13 +124,16 @@ def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
     unreadable(tmp_path, base, match)
 
 
-@pytest.mark.parametrize(("content", "match"), [
-    (None, "adapter_config.json` is no JSON .*there is no such file"),
-    ("[" * 100_000, "adapter_config.json` is no JSON"),
-    ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
-    ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
-    ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, "adapter_config.json` is no JSON .*there is no such file"),
+        ("[" * 100_000, "adapter_config.json` is no JSON"),
+        ('{"peft_type": ["SHIRA"]}', "`peft_type` is .'SHIRA'."),
+        ('{"peft_type": "SHIRA"}', "its `adapter_config.json` gives no number of entries"),
+        ('{"peft_type": "SHIRA", "r": NaN}', "its `adapter_config.json` gives no number of entries"),
+    ],
+)
 def test_a_broken_config_is_refused(base, tmp_path, content, match):
     train_with_peft(base, tmp_path, CONFIGS["shira"](target_modules=["query"]))
     (tmp_path / "adapter_config.json").unlink()
@@ -157,17 +160,20 @@ def values(change):
     return lambda name, tensor: tensor if "indices" in name else change(tensor)
 
 
-@pytest.mark.parametrize(("change", "match"), [
-    (indices(lambda tensor: tensor + 1_000), "indices go from 10.. to .*, expected 0 to"),
-    (indices(lambda tensor: tensor[..., :-1]), "for .* values"),
-    (indices(lambda tensor: tensor.reshape(1, 1, -1)), "indices have shape"),
-    (indices(lambda tensor: tensor.to(torch.uint8)), "indices are torch.uint8, expected torch.int32"),
-    (indices(lambda tensor: tensor.float() + 0.5), "indices are no whole numbers"),
-    (indices(lambda tensor: None), "is there without"),
-    (values(lambda tensor: tensor[:-1]), "values of shape .*, where the adapter's config has"),
-    (values(lambda tensor: tensor * float("nan")), "values are not finite"),
-    (values(lambda tensor: tensor + 3e38), "values are not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (indices(lambda tensor: tensor + 1_000), "indices go from 10.. to .*, expected 0 to"),
+        (indices(lambda tensor: tensor[..., :-1]), "for .* values"),
+        (indices(lambda tensor: tensor.reshape(1, 1, -1)), "indices have shape"),
+        (indices(lambda tensor: tensor.to(torch.uint8)), "indices are torch.uint8, expected torch.int32"),
+        (indices(lambda tensor: tensor.float() + 0.5), "indices are no whole numbers"),
+        (indices(lambda tensor: None), "is there without"),
+        (values(lambda tensor: tensor[:-1]), "values of shape .*, where the adapter's config has"),
+        (values(lambda tensor: tensor * float("nan")), "values are not finite"),
+        (values(lambda tensor: tensor + 3e38), "values are not finite"),
+    ],
+)
 def test_broken_tensors_are_refused(folder, base, change, match):
     with torch.no_grad():
         base.bert.encoder.layer[0].attention.self.query.weight.fill_(3e38)

@@ -54,14 +54,17 @@ def test_each_rank_follows_a_training_in_the_dtype_that_it_computes_in(tmp_path,
     assert all(engine.holds(SparseDelta.from_model(model).apply(llama())) for engine, _ in engines)
 
 
-@pytest.mark.parametrize(("transform", "problem"), [
-    (lambda weight: weight * 2, r"more to `lm_head.weight` than to move its values: aten.mul.Tensor"),
-    (lambda weight: weight[weight.max() > 0 :], "aten.max.default, which changes values or looks"),
-    (lambda weight: weight[:1].expand(weight.shape), "a copy of single entries to several places"),
-    (lambda weight: torch.zeros(weight.shape).copy_(weight), "a copy to other memory than the model's"),
-    (lambda weight: weight.view(7, -1), "loader fails after `.*` .RuntimeError: shape"),
-    (lambda weight: weight.t().contiguous().t().bfloat16() if weight.dim() == 2 else weight.clone(), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("transform", "problem"),
+    [
+        (lambda weight: weight * 2, r"more to `lm_head.weight` than to move its values: aten.mul.Tensor"),
+        (lambda weight: weight[weight.max() > 0 :], "aten.max.default, which changes values or looks"),
+        (lambda weight: weight[:1].expand(weight.shape), "a copy of single entries to several places"),
+        (lambda weight: torch.zeros(weight.shape).copy_(weight), "a copy to other memory than the model's"),
+        (lambda weight: weight.view(7, -1), "loader fails after `.*` .RuntimeError: shape"),
+        (lambda weight: weight.t().contiguous().t().bfloat16() if weight.dim() == 2 else weight.clone(), None),
+    ],
+)
 def test_loaders_may_move_values_and_what_else_they_do_is_named(tmp_path, transform, problem):
     (engine, served), delta = start(tmp_path), make_delta(llama())
     engine.transform, before = transform, engine.bits()

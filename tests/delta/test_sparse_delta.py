@@ -157,17 +157,20 @@ def test_deltas_are_equal_where_they_do_the_same_to_the_same_base(tmp_path):
         hash(delta)
 
 
-@pytest.mark.parametrize("change", [
-    lambda delta: delta.tensors.pop("2.bias"),
-    lambda delta: delta.whole.clear(),
-    lambda delta: delta.whole["1.running_mean"].neg_(),  # -0.0 is no 0.0
-    lambda delta: delta.tensors["0.weight"].values[1].add_(1),
-    lambda delta: delta.tensors["0.weight"].indices[1].add_(1),
-    lambda delta: rename(delta.tensors, "2.bias", "0.bias"),
-    lambda delta: with_changed(delta, "2.bias", base_sha256="0" * 64),
-    lambda delta: with_changed(delta, "2.bias", kind="add"),
-    lambda delta: with_changed(delta, "0.weight", shape=(6, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda delta: delta.tensors.pop("2.bias"),
+        lambda delta: delta.whole.clear(),
+        lambda delta: delta.whole["1.running_mean"].neg_(),  # -0.0 is no 0.0
+        lambda delta: delta.tensors["0.weight"].values[1].add_(1),
+        lambda delta: delta.tensors["0.weight"].indices[1].add_(1),
+        lambda delta: rename(delta.tensors, "2.bias", "0.bias"),
+        lambda delta: with_changed(delta, "2.bias", base_sha256="0" * 64),
+        lambda delta: with_changed(delta, "2.bias", kind="add"),
+        lambda delta: with_changed(delta, "0.weight", shape=(6, 5)),
+    ],
+)
 def test_deltas_that_differ_in_anything_that_they_do_are_not_equal(change):
     delta = make_delta(make_base(), {"1.running_mean": torch.zeros(5)})
     other = copy.deepcopy(delta)

@@ -42,10 +42,13 @@ def test_a_merge_takes_the_memory_of_one_tensor(tmp_path):
         assert int((merged[name] != weight).sum()) == math.ceil(weight.numel() / 1000)
 
 
-@pytest.mark.parametrize(("name", "options", "row"), [
-    ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
-    ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "row"),
+    [
+        ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
+        ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
+    ],
+)
 def test_a_script_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys, name, options, row):
     monkeypatch.setenv("COLUMNS", "200")
     script(name).main(**options, json=tmp_path / "raw.json")
@@ -91,12 +94,15 @@ def test_swaps_are_measured_in_every_round(tmp_path):
         assert min(result["seconds"]) > 0
 
 
-@pytest.mark.parametrize(("name", "options", "message"), [
-    ("file", {"shape": "bert-bse"}, "unknown shape 'bert-bse'; expected one of minilm, bert-base"),
-    ("file", {"shape": "minilm", "entries": 3}, r"3 entries; expected 37, one a layer, to 215,285, 2 % of"),
-    ("merge", {"density": 0.0}, r"expected .* --density in \(0, 1\]"),
-    ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("file", {"shape": "bert-bse"}, "unknown shape 'bert-bse'; expected one of minilm, bert-base"),
+        ("file", {"shape": "minilm", "entries": 3}, r"3 entries; expected 37, one a layer, to 215,285, 2 % of"),
+        ("merge", {"density": 0.0}, r"expected .* --density in \(0, 1\]"),
+        ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3"),
+    ],
+)
 def test_bad_options_are_one_line(name, options, message):
     with pytest.raises(script("common").SparsifyError, match=message):
         script(name).main(**options)

@@ -95,13 +95,16 @@ def test_every_budget_of_every_shape_is_measured(monkeypatch):
     assert asked == [*product(("tiny", "bert-base"), (1, 2), (10, 1_000), ("id3", "full"))]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--methods", "full,di3"), "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
-    (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
-    (("--device", "cuda:1"), "--device cuda:1: torch finds no GPU here"),
-    (("--budget", "0.1"), "--budget '0.1'; expected whole numbers of at least 1"),
-    (("--shapes", "tiny,minilm", "--layers", "3"), "--layers: 'minilm' has pretrained weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "full,di3"), "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
+        (("--shapes", "tiny,deberta"), "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
+        (("--device", "cuda:1"), "--device cuda:1: torch finds no GPU here"),
+        (("--budget", "0.1"), "--budget '0.1'; expected whole numbers of at least 1"),
+        (("--shapes", "tiny,minilm", "--layers", "3"), "--layers: 'minilm' has pretrained weights"),
+    ],
+)
 def test_bad_options_are_named_before_anything_starts(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "measure", pytest.fail)

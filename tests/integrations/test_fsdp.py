@@ -293,14 +293,17 @@ def test_a_distributed_checkpoint_of_four_ranks_is_saved_in_passing_and_goes_on_
     assert_like([steps_from_checkpoint(0, tmp_path, 3, STEPS)], rest)
 
 
-@pytest.mark.parametrize(("what", "text"), [
-    ("flat delta", r"ignored_params=\{model.sparse_values\}"),
-    ("a part", r"over the last dimension of a mesh of all ranks"),
-    ("blocks only", r"`second(.weight)?` is sharded, but not the model that was sparsified"),
-    ("too late", r"is sharded; call sparsify\(\) on the plain model"),
-    ("desparsify", r"cannot be turned back; apply its SparseDelta"),
-    ("fsdp1", r"FullyShardedDataParallel \(FSDP1\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("flat delta", r"ignored_params=\{model.sparse_values\}"),
+        ("a part", r"over the last dimension of a mesh of all ranks"),
+        ("blocks only", r"`second(.weight)?` is sharded, but not the model that was sparsified"),
+        ("too late", r"is sharded; call sparsify\(\) on the plain model"),
+        ("desparsify", r"cannot be turned back; apply its SparseDelta"),
+        ("fsdp1", r"FullyShardedDataParallel \(FSDP1\)"),
+    ],
+)
 def test_what_cannot_work_is_refused_by_name(two, what, text):
     for messages in on_each(two, refused):
         assert re.search(text, messages[what]), messages[what]

@@ -199,10 +199,13 @@ def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
     assert_same((logs, *rest), expected)
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
-    ({"seed": 7}, "build the model from the same base"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
+        ({"seed": 7}, "build the model from the same base"),
+    ],
+)
 def test_a_checkpoint_of_other_settings_or_another_base_is_refused(options, text, tmp_path):
     make_trainer(make_model(), tmp_path, max_steps=2).train()
     seed = options.pop("seed", None)

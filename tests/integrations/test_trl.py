@@ -222,12 +222,15 @@ def completions(model, prompts, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "versions"), [
-    ({}, [0, 1, 2, 3]),
-    ({"gradient_accumulation_steps": 2}, [0, 1, 2, 3]),
-    ({"num_iterations": 2}, [0, 2]),  # each batch of completions serves two steps
-    ({"beta": 0.1}, [0, 1, 2, 3]),  # with the base as reference
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "versions"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"gradient_accumulation_steps": 2}, [0, 1, 2, 3]),
+        ({"num_iterations": 2}, [0, 2]),  # each batch of completions serves two steps
+        ({"beta": 0.1}, [0, 1, 2, 3]),  # with the base as reference
+    ],
+)
 def test_each_rollout_of_a_follower_is_by_the_weights_of_its_version(base, tmp_path, options, versions):
     sampler, found = DeltaSubscriber(load(base).eval()), []
 

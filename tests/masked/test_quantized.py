@@ -220,12 +220,15 @@ def test_entries_unmasked_in_a_step_that_is_skipped_run_with_their_base_values()
     assert torch.equal(model(**batches[0]).logits, plain)
 
 
-@pytest.mark.parametrize(("budget", "strategy", "options", "match"), [
-    (None, "full", {}, "is quantized and cannot be trained whole"),
-    (20, "random", {"modules_to_save": ["o_proj"]}, r"o_proj` is in modules_to_save, but is quantized.*skip_mod"),
-    (100, Strategy(Random(), Prune()), {}, "cannot be pruned; take another strategy"),
-    (10, "fish", {"calibration": [{}]}, r"is quantized \(bitsandbytes nf4\).*calibrate by"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "strategy", "options", "match"),
+    [
+        (None, "full", {}, "is quantized and cannot be trained whole"),
+        (20, "random", {"modules_to_save": ["o_proj"]}, r"o_proj` is in modules_to_save, but is quantized.*skip_mod"),
+        (100, Strategy(Random(), Prune()), {}, "cannot be pruned; take another strategy"),
+        (10, "fish", {"calibration": [{}]}, r"is quantized \(bitsandbytes nf4\).*calibrate by"),
+    ],
+)
 def test_what_a_quantized_weight_cannot_do_is_refused_before_anything_changes(budget, strategy, options, match):
     model, _ = quantized_build("llama", "nf4")
     keys = list(model.state_dict())
@@ -247,13 +250,24 @@ def _dynamic(model):
     quantization.quantize_(model, config, lambda module, name: name == "first")
 
 
-@pytest.mark.parametrize(("scheme", "spoil", "match"), [
-    ("nf4", lambda model: setattr(model.first.weight.quant_state, "packing_format_for_cpu", True), "repacked by bits"),
-    ("nf4", lambda model: setattr(model.first, "forward", model.first.forward), "forward of its own.*on one device"),
-    (None, _from_bitsandbytes("Linear4bit"), r"not quantized yet.*model\.to\(device\)"),
-    (None, _from_bitsandbytes("Linear8bitLt", has_fp16_weights=True), "has_fp16_weights=False"),
-    (None, _dynamic, "quantizes its input as well.*exclude_modules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scheme", "spoil", "match"),
+    [
+        (
+            "nf4",
+            lambda model: setattr(model.first.weight.quant_state, "packing_format_for_cpu", True),
+            "repacked by bits",
+        ),
+        (
+            "nf4",
+            lambda model: setattr(model.first, "forward", model.first.forward),
+            "forward of its own.*on one device",
+        ),
+        (None, _from_bitsandbytes("Linear4bit"), r"not quantized yet.*model\.to\(device\)"),
+        (None, _from_bitsandbytes("Linear8bitLt", has_fp16_weights=True), "has_fp16_weights=False"),
+        (None, _dynamic, "quantizes its input as well.*exclude_modules"),
+    ],
+)
 def test_what_cannot_be_masked_is_refused_by_name(scheme, spoil, match):
     model = build("mlp")[0] if scheme is None else quantized_build("mlp", scheme)[0]
     spoil(model)

@@ -96,12 +96,15 @@ def test_the_model_is_left_as_it_was(calibration):
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize(("importance", "calibration", "text"), [
-    (D3(), [{"input": torch.ones(3, 2)}], r"made no loss of a batch with \['input'\]; put labels"),
-    (D3(), {"input": torch.ones(3, 2)}, r"calibration= is a single dict; expected several, as in \[batch\]"),
-    (Fisher(), [torch.ones(3, 2)], "a calibration batch is a Tensor; expected a dict, or a function"),
-    (D3(), [], "the calibration gave no candidate a gradient; pass labels"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("importance", "calibration", "text"),
+    [
+        (D3(), [{"input": torch.ones(3, 2)}], r"made no loss of a batch with \['input'\]; put labels"),
+        (D3(), {"input": torch.ones(3, 2)}, r"calibration= is a single dict; expected several, as in \[batch\]"),
+        (Fisher(), [torch.ones(3, 2)], "a calibration batch is a Tensor; expected a dict, or a function"),
+        (D3(), [], "the calibration gave no candidate a gradient; pass labels"),
+    ],
+)
 def test_data_that_gives_no_gradient_is_refused(importance, calibration, text):
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(SparsifyError, match=text):

@@ -203,16 +203,29 @@ of_weights = register_importance("test-static-weights", uses_gradient=False)
 useless_weights = of_weights(lambda weight: weight.where(weight.abs() > 0.4, -torch.inf))
 
 
-@pytest.mark.parametrize(("budget", "strategy", "message"), [
-    (VECTORS, PRUNED, r"budget=41 with Prune\(allocation='global', pretrained=True\): biases, norms .* take 41 "
-     r"entries of it; expected 42 to 205, or freeze the vectors before"),
-    (None, Strategy(Bias(), Prune(pretrained=True)),
-     r"finds nothing to prune: no candidate that it covers has two dimensions"),
-    (60, Strategy(Bias(), Prune(pretrained=True)), r"expected 1 to 31, the number of candidates"),
-    (90, Strategy(useless, Static()),
-     r"budget=90, but the importance 'test-static-useless' gave only 0 entries a score above 0"),
-    (90, Strategy(useless_weights, Static()), r"'test-static-weights' gave only \d+ entries a finite score"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "strategy", "message"),
+    [
+        (
+            VECTORS,
+            PRUNED,
+            r"budget=41 with Prune\(allocation='global', pretrained=True\): biases, norms .* take 41 "
+            r"entries of it; expected 42 to 205, or freeze the vectors before",
+        ),
+        (
+            None,
+            Strategy(Bias(), Prune(pretrained=True)),
+            r"finds nothing to prune: no candidate that it covers has two dimensions",
+        ),
+        (60, Strategy(Bias(), Prune(pretrained=True)), r"expected 1 to 31, the number of candidates"),
+        (
+            90,
+            Strategy(useless, Static()),
+            r"budget=90, but the importance 'test-static-useless' gave only 0 entries a score above 0",
+        ),
+        (90, Strategy(useless_weights, Static()), r"'test-static-weights' gave only \d+ entries a finite score"),
+    ],
+)
 def test_a_budget_that_does_not_fit_changes_nothing(model_and_batches, budget, strategy, message):
     model, batches = model_and_batches
     assert_refused(model, message, budget, strategy, **calibration_of(strategy.importance, batches[:2]))

@@ -33,12 +33,15 @@ def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_alloc
     assert Strategy.from_dict(data) == PRESETS["pafi"]
 
 
-@pytest.mark.parametrize(("data", "text"), [
-    ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, magnitude"),
-    ({"selection": {"name": "d4"}}, r"unknown selection 'd4'; .* static, increment, repeat, prune\."),
-    ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
-    ({"selection": {"name": "given"}}, "pass the set itself"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, magnitude"),
+        ({"selection": {"name": "d4"}}, r"unknown selection 'd4'; .* static, increment, repeat, prune\."),
+        ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
+        ({"selection": {"name": "given"}}, "pass the set itself"),
+    ],
+)
 def test_from_dict_names_what_it_does_not_know(data, text):
     with pytest.raises(SparsifyError, match=text):
         Strategy.from_dict(PRESETS["id3"].to_dict() | data)
@@ -50,22 +53,25 @@ def test_from_dict_names_what_it_does_not_know(data, text):
 KNOWN = "; expected one of global, uniform"
 
 
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: Static("uniformly"), f"Static got allocation='uniformly'{KNOWN}.*Did you mean 'uniform'.$"),
-    (lambda: Prune("local"), f"Prune got allocation='local'{KNOWN}"),
-    (lambda: Static(None), f"Static got allocation=None{KNOWN}[^?]*$"),
-    (lambda: Prune({"a": 1}), f"Prune got allocation={{'a': 1}}{KNOWN}"),
-    (lambda: Increment(allocation="uniform"), "Increment got allocation='uniform'; expected one of global"),
-    (lambda: Increment(allocation={"(": 1}), r"'\(' is no name of a module, nor a regular expression"),
-    (lambda: Static({"a": 0}), "the budget of 'a' is 0; expected an int, or a share"),
-    *((lambda n=n: Repeat(capacity=n), "expected an int of at least 1, or None") for n in (0, -1, 1.5, True)),
-    (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"importance of gradients, or Static\(\)"),
-    (lambda: Strategy(None, Static()), r"importance=None with Static\(.*expected an object such as D3\(\)"),
-    (lambda: Strategy(D3, Increment()), r"importance=<class .*expected an object such as D3\(\)"),
-    (lambda: Strategy(D3(), Increment), r"selection=<class .*expected an object such as Increment\(\)"),
-    (lambda: Strategy(D3(), "increment"), r"selection='increment'; expected an object such as Increment\(\)"),
-    (lambda: Strategy(Magnitude(), Prune()), r"remove the large weights; take Magnitude\(largest=True\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Static("uniformly"), f"Static got allocation='uniformly'{KNOWN}.*Did you mean 'uniform'.$"),
+        (lambda: Prune("local"), f"Prune got allocation='local'{KNOWN}"),
+        (lambda: Static(None), f"Static got allocation=None{KNOWN}[^?]*$"),
+        (lambda: Prune({"a": 1}), f"Prune got allocation={{'a': 1}}{KNOWN}"),
+        (lambda: Increment(allocation="uniform"), "Increment got allocation='uniform'; expected one of global"),
+        (lambda: Increment(allocation={"(": 1}), r"'\(' is no name of a module, nor a regular expression"),
+        (lambda: Static({"a": 0}), "the budget of 'a' is 0; expected an int, or a share"),
+        *((lambda n=n: Repeat(capacity=n), "expected an int of at least 1, or None") for n in (0, -1, 1.5, True)),
+        (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"importance of gradients, or Static\(\)"),
+        (lambda: Strategy(None, Static()), r"importance=None with Static\(.*expected an object such as D3\(\)"),
+        (lambda: Strategy(D3, Increment()), r"importance=<class .*expected an object such as D3\(\)"),
+        (lambda: Strategy(D3(), Increment), r"selection=<class .*expected an object such as Increment\(\)"),
+        (lambda: Strategy(D3(), "increment"), r"selection='increment'; expected an object such as Increment\(\)"),
+        (lambda: Strategy(Magnitude(), Prune()), r"remove the large weights; take Magnitude\(largest=True\)"),
+    ],
+)
 def test_parts_that_make_no_sense_or_do_not_go_together_are_refused_at_once(make, text):
     with pytest.raises(SparsifyError, match=text):
         make()
@@ -80,10 +86,18 @@ def test_a_registered_importance_survives_json_under_its_name():
         Strategy.from_dict({**strategy.to_dict(), "importance": {"name": "test-strategies-cubed", "power": 3}})
 
 
-@pytest.mark.parametrize(("typo", "meant"), [
-    ("id-3", "id3"), ("ID3", "id3"), ("d3", "id3"), ("D3_Repeat", "d3-repeat"), ("bitft", "bitfit"),
-    ("Full", "full"), ("xyz", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("id-3", "id3"),
+        ("ID3", "id3"),
+        ("d3", "id3"),
+        ("D3_Repeat", "d3-repeat"),
+        ("bitft", "bitfit"),
+        ("Full", "full"),
+        ("xyz", None),
+    ],
+)
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
     with pytest.raises(SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat,") as caught:
         resolve_strategy(typo)

@@ -21,14 +21,17 @@ from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateEr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "options"), [
-    ("mlp", {}),
-    ("mlp", {"strategy": "bitfit", "budget": None}),
-    ("bert", {"modules_to_save": ["classifier"]}),
-    ("bert", {"strategy": "pafi"}),
-    ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
-    ("llama", {"strategy": "full-vector"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", {}),
+        ("mlp", {"strategy": "bitfit", "budget": None}),
+        ("bert", {"modules_to_save": ["classifier"]}),
+        ("bert", {"strategy": "pafi"}),
+        ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
+        ("llama", {"strategy": "full-vector"}),
+    ],
+)
 def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
     if options.get("strategy") == "full-vector":  # an earlier delta's entries, all there from the first step
         torch.manual_seed(1)

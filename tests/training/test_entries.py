@@ -15,18 +15,21 @@ def write_ids(state, *ids):
     state["sparse_position"][2:4] = torch.tensor([len(ids), sum(place * id**2 for place, id in enumerate(ids, 1))])
 
 
-@pytest.mark.parametrize(("write", "problem"), [
-    (lambda state: state["sparse_ids"].copy_(torch.tensor([4, 9])), "not those that were saved"),
-    (lambda state: state["sparse_position"].__setitem__(2, 3), "do not agree"),
-    (lambda state: state.update(sparse_base=torch.zeros(3)), "do not agree"),
-    (lambda state: state.update(sparse_ids=torch.zeros(2)), "whole numbers"),
-    (lambda state: state.update(sparse_position=torch.zeros(3).long()), "whole numbers"),
-    (lambda state: write_ids(state, 2, 2), "the same one twice.*load another one"),
-    (lambda state: write_ids(state, 2, 15), "lie beyond this model's candidates"),
-    (lambda state: write_ids(state, 0, 1, 2), "more than 2 unmasked entries"),
-    *((lambda state, name=name: state.pop(name), f"lacks `{name}`") for name in BUFFERS),
-    (lambda state: state.update(sparse_slots=torch.zeros(2)), "saved by an earlier version.*go on from it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("write", "problem"),
+    [
+        (lambda state: state["sparse_ids"].copy_(torch.tensor([4, 9])), "not those that were saved"),
+        (lambda state: state["sparse_position"].__setitem__(2, 3), "do not agree"),
+        (lambda state: state.update(sparse_base=torch.zeros(3)), "do not agree"),
+        (lambda state: state.update(sparse_ids=torch.zeros(2)), "whole numbers"),
+        (lambda state: state.update(sparse_position=torch.zeros(3).long()), "whole numbers"),
+        (lambda state: write_ids(state, 2, 2), "the same one twice.*load another one"),
+        (lambda state: write_ids(state, 2, 15), "lie beyond this model's candidates"),
+        (lambda state: write_ids(state, 0, 1, 2), "more than 2 unmasked entries"),
+        *((lambda state, name=name: state.pop(name), f"lacks `{name}`") for name in BUFFERS),
+        (lambda state: state.update(sparse_slots=torch.zeros(2)), "saved by an earlier version.*go on from it"),
+    ],
+)
 def test_entries_that_make_no_sense_are_refused_and_the_model_stays_as_it_is(write, problem):
     model = sparsify(nn.Linear(4, 3), 2, strategy="pafi")
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -60,12 +60,15 @@ def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded(case, kept):
     run(model, BATCHES[3:4])
 
 
-@pytest.mark.parametrize(("options", "others"), [
-    ({}, {"seed": 1}),
-    ({"strategy": "random"}, {"strategy": "random", "seed": 1, "steps": None, "schedule": "cubic"}),
-    ({"strategy": Strategy(Magnitude(), Increment())}, {"strategy": Strategy(Magnitude(), Increment()), "seed": 1}),
-    ({"budget": 5, "strategy": ROOM, "steps": 4}, {"budget": 5, "strategy": ROOM, "steps": None}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({}, {"seed": 1}),
+        ({"strategy": "random"}, {"strategy": "random", "seed": 1, "steps": None, "schedule": "cubic"}),
+        ({"strategy": Strategy(Magnitude(), Increment())}, {"strategy": Strategy(Magnitude(), Increment()), "seed": 1}),
+        ({"budget": 5, "strategy": ROOM, "steps": 4}, {"budget": 5, "strategy": ROOM, "steps": None}),
+    ],
+)
 def test_settings_that_do_not_matter_to_what_follows_are_not_compared(options, others):
     saved, model = made(**options), made(**others)
     run(saved, BATCHES[:2])
@@ -144,14 +147,17 @@ def test_a_run_whose_room_is_used_up_gets_more():
     assert summary(model, verify=True).verification.ok
 
 
-@pytest.mark.parametrize(("options", "extension", "message"), [
-    ({}, {"budget": 30}, r"extend\(budget=30, steps=None\) of a run with budget=40 and steps=8; expected no less"),
-    ({}, {"steps": 9.5}, r"steps=9.5; expected the planned number"),
-    ({"steps": None}, {"steps": 0}, "steps=0; expected"),
-    ({}, {"budget": 10_000}, "the number of candidates"),
-    ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
-    ({}, {"budget": 50, "optimizer": torch.optim.SGD([nn.Linear(1, 1).weight])}, "does not hold `sparse_values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "extension", "message"),
+    [
+        ({}, {"budget": 30}, r"extend\(budget=30, steps=None\) of a run with budget=40 and steps=8; expected no less"),
+        ({}, {"steps": 9.5}, r"steps=9.5; expected the planned number"),
+        ({"steps": None}, {"steps": 0}, "steps=0; expected"),
+        ({}, {"budget": 10_000}, "the number of candidates"),
+        ({"strategy": "pafi"}, {"budget": 50}, r"extend\(budget=50\) with Static.*chosen before training"),
+        ({}, {"budget": 50, "optimizer": torch.optim.SGD([nn.Linear(1, 1).weight])}, "does not hold `sparse_values"),
+    ],
+)
 def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension, message):
     model = made(**options)
     with unchanged(model), pytest.raises(SparsifyError, match=message):
