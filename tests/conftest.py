@@ -18,7 +18,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels run on the CPU
 settings.load_profile("ci")  # of hypothesis: the same examples each time, however long they take
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1])]  # which has `examples`
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test starts from the same random numbers."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

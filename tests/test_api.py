@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import MLP, build
+from models import MLP, sparsified
 from torch import nn
 
 from sparsify import D3, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
@@ -120,8 +120,7 @@ def test_modules_that_would_silently_go_wrong_are_refused_by_name_unless_they_ar
 
 
 def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_later():
-    model, batches = build("mlp")
-    sparsify(model, 10)
+    model, batches = sparsified("mlp", 10)
     with pytest.raises(SparsifyError, match=r"number of training steps is not known.*steps="):
         model(**batches[0]).backward()
     get_engine(model).steps = 2

@@ -6,17 +6,14 @@ import warnings
 
 import pytest
 import torch
-import transformers
-from checkpoints import bert
 from limits import needs_limits, within_limits
 from models import build, train
+from requirements import needs_transformers_5
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
 
-# seen under 4.57: a base without a model type is refused as another family's, and a bare BertPreTrainedModel is built
-of_version_5 = pytest.mark.skipif(transformers.__version__ < "5", reason="behaves otherwise under transformers 4")
-
+of_version_5 = needs_transformers_5("4 refuses a base without a model type, and builds a bare BertPreTrainedModel")
 LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
 
@@ -235,15 +232,3 @@ def test_a_config_of_nonsense_is_no_config(classifier, model_config):
     delta.config["model_config"] = model_config
     with pytest.raises(BaseMismatchError, match="`classifier"):
         load_model(base, delta)
-
-
-def test_transformers_pipeline_takes_the_loaded_model(tmp_path):
-    pipeline, tokenizer_class = transformers.pipeline, transformers.BertTokenizer
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwords")
-    base = bert("ForSequenceClassification")
-    base.save_pretrained(tmp_path / "base")
-    delta = SparseDelta({}, {"classifier.bias": torch.tensor([9.0, -9.0])}, {"architecture": type(base).__name__})
-    model, tokenizer = load_model(tmp_path / "base", delta), tokenizer_class(str(tmp_path / "vocab.txt"))
-    (answer,) = pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")("words")
-    assert answer["label"] == "LABEL_0"
-    assert answer["score"] > 0.9

@@ -129,7 +129,7 @@ def pfeiffer(folder):
         ({"target_modules": [*TARGETS, "key"]}, BaseMismatchError, "and no values in the delta"),
         ({"layers_to_transform": [0], "target_modules": 3}, SparsifyError, "PEFT"),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_does_not_fit_is_refused(lora, changes, error, message):
     with pytest.raises(error, match=message):
         load_model(*changed(lora, changes))
@@ -140,18 +140,14 @@ MANY = [f"n{i}" for i in range(200_000)]
 
 
 @needs_limits
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("target_modules", CATASTROPHIC, "with a regular expression in `{}` .*which may take for ever"),
-        ("modules_to_save", ["classifier", CATASTROPHIC], "with a regular expression in `{}`"),
-        ("rank_pattern", {CATASTROPHIC: 4}, "with a regular expression in `{}`"),
-        ("layers_pattern", CATASTROPHIC, "with a regular expression in `{}`"),
-        ("rank_pattern", dict.fromkeys(MANY, 4), "with 200,000 items in `{}`, expected at most"),
-        ("modules_to_save", MANY, "with 200,000 items in `{}`, expected at most"),
-    ],
-    ids=range(6),
-)
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("target_modules", CATASTROPHIC, "with a regular expression in `{}` .*which may take for ever"),
+    ("modules_to_save", ["classifier", CATASTROPHIC], "with a regular expression in `{}`"),
+    ("rank_pattern", {CATASTROPHIC: 4}, "with a regular expression in `{}`"),
+    ("layers_pattern", CATASTROPHIC, "with a regular expression in `{}`"),
+    ("rank_pattern", dict.fromkeys(MANY, 4), "with 200,000 items in `{}`, expected at most"),
+    ("modules_to_save", MANY, "with 200,000 items in `{}`, expected at most"),
+], ids=range(6))  # fmt: skip
 def test_a_record_runs_no_regular_expression_and_has_no_more_items_than_are_of_use(lora, key, value, message):
     made = changed(lora, {key: value} | ({"layers_to_transform": [0]} if key == "layers_pattern" else {}))
     with pytest.raises(SparsifyError, match=message.format(key)):
@@ -175,19 +171,15 @@ def test_regular_expressions_of_ones_own_are_recorded_as_the_names_that_they_mat
 
 
 @needs_limits
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
-        ({"reduction_factor": 1e-3}, "tensor .* has shape"),
-        ({"kind": ["pfeiffer"]}, r"kind=\['pfeiffer'\] is no kind of adapter"),
-        ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
-        ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
-        ({"target_modules": [5]}, r"target_modules=\[5\]; expected a list of module names"),
-        ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"reduction_factor": 5e-324}, "reduction_factor=5e-324; expected a number of at least 1/1024"),
+    ({"reduction_factor": 1e-3}, "tensor .* has shape"),
+    ({"kind": ["pfeiffer"]}, r"kind=\['pfeiffer'\] is no kind of adapter"),
+    ({"name": "training"}, "adapter_name='training' cannot be part of a parameter's name"),
+    ({"target_modules": ["nowhere"]}, "has no module 'nowhere'"),
+    ({"target_modules": [5]}, r"target_modules=\[5\]; expected a list of module names"),
+    ({"target_modules": ["bert.pooler", "bert.pooler"]}, "and no values in the delta"),
+], ids=str)  # fmt: skip
 def test_a_record_of_adapters_that_does_not_fit_is_refused(pfeiffer, changes, message):
     with pytest.raises(SparsifyError, match=message):
         within_limits(lambda: load_model(*changed(pfeiffer, changes, "adapters")))

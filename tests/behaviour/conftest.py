@@ -1,12 +1,8 @@
-"""The package `examples` can be imported, and its experiments read the rows of a test's ``FILES``."""
+"""The experiments of `examples` read the rows of a test's ``FILES``."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, GROUPED, build
-from oracle import padding_rows, unmasked_sets
-from recorder import model_gradients, sparsify_fully
+from oracle import model_gradients, padding_rows, sparsify_fully, unmasked_sets
 from requirements import needs_transformers_5
 from twins import Twins
 

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from models import build, loss_of, train
+from models import build, loss_of, sparsified, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparsify import SparseDelta, SparsifyError, sparsify, summary
@@ -114,9 +114,7 @@ def average_as_yolo(average, model):
             value += (1 - DECAY) * others[name].detach()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sentence"), [("id3", "buffers were not"), ("random", "an average of equal numbers")]
-)
+@pytest.mark.parametrize(("strategy", "sentence"), [("id3", "buffers were not"), ("random", "average of equal")])
 def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(strategy, sentence):
     pretrained, average, seen, batches = trained(average_as_yolo, strategy=strategy, dtype=torch.float32)
     pretrained.load_state_dict(ema_of(seen), strict=False)
@@ -126,8 +124,7 @@ def test_an_average_of_all_floats_as_yolos_computes_and_is_refused_as_a_delta(st
 
 
 def test_a_delta_of_a_model_whose_loss_overflowed_is_refused_as_that():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, steps=STEPS)
     (loss_of(model, batches[1]) * torch.nan).backward()
     torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):

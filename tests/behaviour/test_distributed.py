@@ -46,9 +46,7 @@ def within_another_model(model):
     return outer
 
 
-@register_importance("away-from-zero")
-def away_from_zero(weight, grad):
-    return -weight * grad
+away_from_zero = register_importance("away-from-zero")(lambda weight, grad: -weight * grad)
 
 
 def of(importance, selection=Increment()):  # noqa: B008 - frozen
@@ -171,8 +169,7 @@ def winners_of_random_tensors(rank):
         tensors = get_engine(sparsify(layer, 5, steps=5)).tensors
         size = [3, 40, 400, 3000][seed % 4]
         importance = [D3(), SNIP(), D3(exp=0)][seed % 3]
-        expected = TopK(size, torch.float32, "cpu")
-        topk = TopK(size, torch.float32, "cpu")
+        expected, topk = (TopK(size, torch.float32, "cpu") for _ in range(2))
         if runs_ahead(torch.device("cpu")):
             topk = DeviceTopK(size, 10_000, torch.float32, torch.device("cpu"))
         selector = RanksSelector(topk, importance, Work(), True, Ranks(), tensors)

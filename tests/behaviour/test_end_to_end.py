@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from models import build, loss_of, train
+from models import build, loss_of, sparsified, train
 from oracle import unmasked_sets
 from safetensors.torch import load_file
-from trainers import make_trainer
+from trainers import BEST, make_trainer
 
 from sparsify import SparseDelta, SparsifyError, desparsify, sparsify, summary
 
@@ -16,15 +16,13 @@ BUDGET, STEPS = 60, 6
 
 
 def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, steps=STEPS)
     train(model, batches[:2])
     early = unmasked_sets(model)
     train(model, batches[2:STEPS])
     delta = SparseDelta.from_model(model, budget=BUDGET * 2 // STEPS)
-    assert {name: tensor.indices.tolist() for name, tensor in delta.tensors.items()} == {
-        name: indices for name, indices in early.items() if indices
-    }
+    found = {name: tensor.indices.tolist() for name, tensor in delta.tensors.items()}
+    assert found == {name: indices for name, indices in early.items() if indices}
     for budget in (0, BUDGET + 1, 2.5, True):
         with pytest.raises(SparsifyError, match="expected an int, 1 to 60, the entries so far"):
             SparseDelta.from_model(model, budget=budget)
@@ -54,8 +52,7 @@ def test_the_trainer_without_a_callback_trains_the_budget_and_loads_its_best_che
     sparsify(model, BUDGET, steps=STEPS)
     trainer = make_trainer(
         model, tmp_path, callbacks=[], per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
-        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
-        greater_is_better=True,
+        **BEST,
     )  # fmt: skip
     assert "fused" in trainer.args.optim
     trainer.train()

@@ -10,6 +10,7 @@ from twins import Twins, masks_of
 from sparsify import SparsifyError, sparsify
 
 BUDGET, STEPS = 30, 3
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def pair(prepare=lambda model: None):
@@ -69,7 +70,6 @@ REPARAMETRIZATIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", REPARAMETRIZATIONS)
 def test_a_reparametrized_model_is_the_oracle(name):
     sparse, dense, batches = pair(REPARAMETRIZATIONS[name])
@@ -77,7 +77,6 @@ def test_a_reparametrized_model_is_the_oracle(name):
     Twins(dense, sparse, BUDGET, STEPS).train(batches[:STEPS])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", REPARAMETRIZATIONS)
 def test_a_model_reparametrized_after_it_was_sparsified_is_refused_by_name(name):
     model, _, _ = pair()

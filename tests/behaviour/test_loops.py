@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from models import build, loss_of
@@ -12,8 +13,6 @@ from trainers import make_model, rows_of
 from twins import assert_close, trainable
 
 from sparsify import sparsify, summary, trained_state
-
-accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra `test`")
 
 BUDGET, STEPS = 40, 6
 

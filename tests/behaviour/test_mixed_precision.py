@@ -33,7 +33,6 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_delta_and_base_plus_delta_
 
 
 def test_tiny_gradients_of_float16_weights_are_chosen_once_the_scaler_lifts_them():
-    torch.manual_seed(0)
     for scale, unmasked in ((1.0, 0), (2.0**60, 4)):
         model = sparsify(nn.Linear(8, 4).half(), 4, steps=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -92,7 +91,6 @@ ROW_USERS = {"table": lambda: Table(sparse=False), "sparse table": lambda: Table
 def test_a_module_that_is_used_by_rows_trains_in_autocast(name, inside, dtype):
     if inside and (name, dtype) == ("experts", torch.float16):
         pytest.skip("autograd's own stack() of the experts' gradients fails there, in plain torch too")
-    torch.manual_seed(0)
     model = sparsify(ROW_USERS[name]().to(dtype), 12, steps=3)
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     for _ in range(3):

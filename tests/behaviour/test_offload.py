@@ -2,14 +2,13 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
-from models import build, loss_of, run_steps
+from models import build, loss_of, run_steps, sparsified
 from oracle import unmasked_sets
 
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, load_model, sparsify, trained_state
-
-accelerate = pytest.importorskip("accelerate")
 
 BUDGET, STEPS = 30, 3
 PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifier")
@@ -73,8 +72,7 @@ def test_a_model_whose_frozen_parts_are_offloaded_trains(tmp_path):
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
 def test_a_model_that_is_offloaded_after_it_was_sparsified_is_refused_until_it_is_back(way, tmp_path):
-    model, batches = build("bert")
-    sparsify(model, BUDGET, steps=STEPS)
+    model, batches = sparsified("bert", BUDGET, steps=STEPS)
     OFFLOADED[way](model, tmp_path)
     with pytest.raises(SparsifyError, match=r"on the meta device: it was offloaded after sparsify\(\).*Take that back"):
         loss_of(model, batches[0])

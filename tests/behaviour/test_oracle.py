@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, run_steps, train
+from models import ARCHITECTURES, build, run_steps, sparsified, train
 from oracle import d3, unmasked_sets
 from torch.optim import SGD, AdamW
 from twins import Twins, sgd
@@ -78,13 +78,8 @@ def test_modules_with_budgets_of_their_own_are_trained_as_the_oracle_trains_each
     train(sparse, batches[:3])
     assert summary(sparse, verify=True).verification.ok
     assert get_engine(sparse).unmasked == found.budget + 5
-    assert [sum(map(len, (unmasked_sets(sparse)[name] for name in own))) for own, _ in groups] == [
-        9,
-        9,
-        23,
-        11,
-        SMALL + 5,
-    ]
+    counts = [sum(len(unmasked_sets(sparse)[name]) for name in own) for own, _ in groups]
+    assert counts == [9, 9, 23, 11, SMALL + 5]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -100,14 +95,8 @@ def test_full_is_plain_fine_tuning():
     assert run_steps(full, batches)[0] == run_steps(dense, batches)[0]
 
 
-@register_importance("movement")
-def movement(weight, grad):
-    return -weight * grad
-
-
-@register_importance("middling", uses_gradient=False)
-def middling(weight):
-    return -(weight.abs() - 0.1).abs()
+movement = register_importance("movement")(lambda weight, grad: -weight * grad)
+middling = register_importance("middling", uses_gradient=False)(lambda weight: -(weight.abs() - 0.1).abs())
 
 
 def drawn(name, step, weight):
@@ -152,8 +141,7 @@ def test_any_importance_goes_with_any_selection(name, selection, optimizer):
 
 
 def test_each_step_trains_the_budget_and_touched_entries_add_up():
-    model, batches = build("mlp")
-    sparsify(model, SMALL, "d3-repeat", steps=6)
+    model, batches = sparsified("mlp", SMALL, "d3-repeat", steps=6)
     assert model.sparse_values.numel() == 6 * SMALL
     touched = []
     for batch in batches[:6]:

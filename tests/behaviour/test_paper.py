@@ -288,15 +288,12 @@ def test_a_difference_has_welchs_interval_and_pairs_of_the_same_task_and_seed():
 
 def test_anova_is_over_the_values_of_a_setting_with_tasks_set_equal():
     scores = {0: [70, 71], 1: [74, 75], 2: [80, 82]}
-    lines = [line(i, 0, (score, score), exp=float(exp)) for exp, own in scores.items() for i, score in enumerate(own)]
+    cases = [(i, exp, score) for exp, own in scores.items() for i, score in enumerate(own)]
+    lines = [line(i, 0, (score, score), exp=float(exp)) for i, exp, score in cases]
     (found,) = significance.anova(lines, "exp").values()
     expected = stats.f_oneway(*scores.values())
     assert found == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 3)
-    lower = [
-        line(i, 0, (score - 50,) * 2, task="cola", exp=float(exp))
-        for exp in scores
-        for i, score in enumerate(scores[exp])
-    ]
+    lower = [line(i, 0, (score - 50,) * 2, task="cola", exp=float(exp)) for i, exp, score in cases]
     (both,) = significance.anova(lines + lower, "exp").values()
     ratio = expected.statistic * 8 / 3  # twice the squares, and 12 - 3 - 1 degrees of freedom in place of 6 - 3
     assert both == (pytest.approx(ratio), pytest.approx(stats.f.sf(ratio, 2, 8)), 3)

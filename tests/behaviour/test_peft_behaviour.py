@@ -101,9 +101,8 @@ def test_pefts_optimizer_made_after_an_adapter_was_set_trains_the_flat_delta_alo
     assert summary(model, verify=True).verification.ok
 
 
-several = pytest.mark.parametrize(
-    "name", ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
-)
+SEVERAL = ["LoRA", "DoRA", "LoRA on an embedding", "LoRA and modules to save", "IA3", "LoHa"]
+several = pytest.mark.parametrize("name", SEVERAL)
 
 
 @several

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from models import build, loss_of
+from models import build, loss_of, sparsified
 from oracle import unmasked_sets
 
 from sparsify import MaskedLinear, SparsifyError, get_engine, sparsify, summary
@@ -68,8 +68,7 @@ def test_a_selection_that_another_pass_overlaps_is_an_error_and_not_half_a_gradi
 
 
 def test_a_backward_pass_that_failed_in_one_thread_does_not_hold_up_another():
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, steps=3)
+    model, batches = sparsified("mlp", BUDGET, steps=3)
     twin = copy.deepcopy(model)
     failing = model.second.register_full_backward_hook(lambda *_: 1 / 0)
     (error,) = errors_of(model, batches[:1])

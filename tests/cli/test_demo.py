@@ -122,7 +122,12 @@ def test_a_delta_that_predicts_something_else_is_an_error(demo, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "unmasked"),
-    [((), 38_000), (("--strategy", "bitfit"), 25_728), (("--budget", "90"), 90), (("--budget", "0.01"), 225_649)],
+    [
+        ((), 38_000),
+        (("--strategy", "bitfit"), 25_728),
+        (("--budget", "90"), 90),
+        (("--budget", "0.01"), 225_649),
+    ],
 )
 def test_the_budget_is_entries_or_a_share(demo, options, unmasked):
     text, _ = demo("--steps", "1", "--strategy", "random", *options)

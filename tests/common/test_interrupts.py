@@ -123,7 +123,6 @@ def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strateg
 
 @pytest.mark.parametrize("strategy", ["id3", "pafi"])
 def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy):
-    torch.manual_seed(0)
     plain = Tied()
     ids, before = torch.randint(9, (4, 5)), copy.deepcopy(plain.state_dict())
     with Interrupter() as counter:
@@ -219,12 +218,8 @@ def test_a_step_that_was_cut_off_is_counted_once():
     assert summary(model).step == 2
 
 
-# ------------------------------------------------------------------------------------ deltas on their base
-
-
 def tasks():
     """A base and two deltas of it, one of them with a bias stored whole."""
-    torch.manual_seed(0)
     base = Tied()
     deltas = [task(base, seed, share=0.1) for seed in (1, 2)]
     deltas[0].whole["convolution.bias"] = torch.ones(6)

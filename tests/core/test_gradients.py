@@ -1,9 +1,7 @@
-"""The forms of a weight's gradient: whatever the form, entries, clearing and sums are those of the dense gradient."""
+"""The forms of a weight's gradient: their sums are those of the dense gradients, in any type and layout of memory."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sparsify.core.gradients import DenseGradient, Product, sum_rows
 from sparsify.selection.screening import RowBlocks
@@ -16,10 +14,10 @@ def product(tokens, dtype=torch.float64):
     return Product(torch.randn(tokens, ROWS, dtype=dtype), torch.randn(tokens, COLS, dtype=dtype))
 
 
-def of_rows(rows=None, **options):
+def of_rows(rows=None):
     """A dense gradient of some rows, or of all."""
     size, rows = (ROWS, None) if rows is None else (len(rows), torch.tensor(rows))
-    return DenseGradient(torch.randn(size, COLS).double(), rows, **options)
+    return DenseGradient(torch.randn(size, COLS).double(), rows)
 
 
 def tied(rows):
@@ -37,45 +35,10 @@ def sum_of(*gradients):
     return total
 
 
-row_sets = st.one_of(st.none(), st.sets(st.integers(0, ROWS - 1), min_size=1).map(sorted))
-index_sets = st.sets(st.integers(0, ROWS * COLS - 1)).map(lambda chosen: torch.tensor(list(chosen), dtype=torch.int64))
-
-
-@settings(max_examples=100)
-@given(rows=row_sets, indices=index_sets, owned=st.booleans())
-def test_take_and_clear_are_those_of_the_dense_gradient(rows, indices, owned):
-    gradient = of_rows(rows, owned=owned)
-    shared, before, expected = gradient.values, gradient.values.clone(), sum_of(gradient)
-    assert torch.equal(gradient.take(indices), expected.take(indices))
-    gradient.clear(indices)
-    expected.view(-1)[indices] = 0
-    assert torch.equal(sum_of(gradient), expected)
-    assert owned or torch.equal(shared, before)
-
-
-@settings(max_examples=100)
-@given(first=row_sets, second=row_sets, owned=st.tuples(st.booleans(), st.booleans()))
-def test_a_sum_is_that_of_the_dense_gradients(first, second, owned):
-    gradients = [of_rows(rows, owned=own) for rows, own in zip((first, second), owned, strict=True)]
-    expected = sum_of(*gradients)
-    shared = [(gradient.values, gradient.values.clone()) for gradient in gradients]
-    total = gradients[0].add(gradients[1])
-    assert torch.equal(sum_of(total), expected)
-    assert (total.rows is None) == (first is None or second is None)
-    if total.rows is not None:
-        assert set(total.rows.tolist()) == {*first, *second}
-    for (values, before), own in zip(shared, owned, strict=True):
-        assert own or torch.equal(values, before)
-
-
-@settings(max_examples=50)
-@given(rows=row_sets, indices=index_sets, excluded=index_sets, at_once=st.integers(1, ROWS + 1))
-def test_a_large_product_or_tied_table_is_multiplied_out_some_rows_at_a_time(rows, indices, excluded, at_once):
-    gradient = product(3) if rows is None else tied(rows)
-    expected = gradient.left.t() @ gradient.right
-    if rows:
-        expected[rows] += gradient.looked_up.values
-    blocks = RowBlocks(gradient, indices, excluded)
+@pytest.mark.parametrize("at_once", [1, 5, ROWS])
+def test_a_tied_table_is_multiplied_out_some_rows_at_a_time(at_once):
+    gradient, indices, excluded = tied([0, 4, 11]), torch.tensor([0, 45, 119]), torch.tensor([3, 45])
+    expected, blocks = sum_of(gradient), RowBlocks(gradient, indices, excluded)
     parts = [blocks.rows(start, min(start + at_once, ROWS)) for start in range(0, ROWS, at_once)]
     torch.testing.assert_close(blocks.taken, expected.take(indices))
     expected.view(-1)[excluded] = 0
@@ -98,11 +61,9 @@ def test_a_sum_is_in_the_longer_of_the_types_that_gradients_came_in(rows, order)
 
 
 @pytest.mark.parametrize("owned", [True, False])
-@pytest.mark.parametrize(
-    "values",
-    [torch.ones(1, COLS).expand(ROWS, COLS), torch.randn(COLS, ROWS).t(), torch.randn(ROWS, 2 * COLS)[:, ::2]],
-    ids=["expanded", "transposed", "strided"],
-)
+@pytest.mark.parametrize("values", [
+    torch.ones(1, COLS).expand(ROWS, COLS), torch.randn(COLS, ROWS).t(), torch.randn(ROWS, 2 * COLS)[:, ::2]
+], ids=["expanded", "transposed", "strided"])  # fmt: skip
 def test_any_memory_layout_can_be_cleared_and_added_to(values, owned):
     before, indices = values.clone(), torch.tensor([1, ROWS * COLS - 1])
     gradient = DenseGradient(values, owned=owned)

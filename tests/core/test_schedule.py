@@ -32,20 +32,6 @@ def test_targets_grow_to_the_budget_and_land_on_it(schedule, steps, budget):
 
 
 @cheap
-@given(**plans, data=st.data())
-def test_what_a_step_could_not_fill_is_caught_up(schedule, steps, budget, data):
-    unmasked = 0
-    last = (steps - 1) // schedule.every * schedule.every  # the last step that unmasks
-    for step in range(steps):
-        quota = schedule.quota(step, steps, budget, unmasked)
-        assert quota == (0 if step % schedule.every else schedule.target(step, steps, budget) - unmasked)
-        filled = quota if step == last else data.draw(st.integers(0, quota), label=f"filled in step {step}")
-        unmasked += filled
-        assert unmasked <= schedule.target(step, steps, budget)
-    assert unmasked == budget
-
-
-@cheap
 @given(**plans, step=st.integers(0, 1000), more=st.integers(0, 10))
 def test_nothing_is_unmasked_beyond_the_plan_or_ahead_of_it(schedule, steps, budget, step, more):
     assert schedule.quota(steps + step, steps, budget, unmasked=0) == 0

@@ -52,9 +52,8 @@ def test_the_core_alone_equals_the_dense_oracle(seed, make, forwards):
     dense, batches = made(seed)
     sparse = copy.deepcopy(dense)
     names = [name for name, parameter in dense.named_parameters() if parameter.requires_grad]
-    oracle = DenseOracle(
-        dense, make([dense.get_parameter(name) for name in names], 1e-2, weight_decay=0.0), BUDGET, STEPS, names=names
-    )
+    parameters = [dense.get_parameter(name) for name in names]
+    oracle = DenseOracle(dense, make(parameters, 1e-2, weight_decay=0.0), BUDGET, STEPS, names=names)
     step = trained_by_core(sparse)
     optimizer = make([sparse.sparse_values], 1e-2, weight_decay=0.0)
     kept = []

@@ -56,10 +56,6 @@ def repeated(item, n_bytes=MEGABYTE):
     return "[" + ",".join([item] * (n_bytes // (len(item) + 1))) + "]"
 
 
-def numbered(count):
-    return "[" + ",".join(f'"{i}"' for i in range(count)) + "]"
-
-
 def keys(count):
     """Keys of characters of four bytes; after so many, Python has just made a dict four times as large."""
     letters = [chr(code) for code in range(0x80, 0x800)]
@@ -68,14 +64,9 @@ def keys(count):
 
 
 def empty_whole_tensors(count=30_000):
-    header, _ = split(with_metadata(whole=numbered(count)))
-    return join(
-        header | {f"{i}.whole": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}, b""
-    )
-
-
-def long_shape():
-    return join({"x": {"dtype": "U8", "shape": [0] * MEGABYTE, "data_offsets": [0, 0]}}, b"")
+    header, _ = split(with_metadata(whole=json.dumps([str(number) for number in range(count)])))
+    nothing = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    return join(header | {f"{number}.whole": nothing for number in range(count)}, b"")
 
 
 HOSTILE_HEADERS = {
@@ -91,12 +82,12 @@ HOSTILE_HEADERS = {
     "very many keys outside the metadata": lambda: join(f'{{"x":{{{keys(1_398_105)}}}}}'.encode(), b""),
     "a number of a million digits": lambda: with_config("1" * MEGABYTE),
     "very many empty tensors": empty_whole_tensors,
-    "a shape of a million sizes": long_shape,
+    "a million sizes": lambda: join({"x": {"dtype": "U8", "shape": [0] * MEGABYTE, "data_offsets": [0, 0]}}, b""),
 }
 
 
 REFUSED = ["far too many lists", "far too deep", "very many keys outside the metadata", "a number of a million digits"]
-REFUSED += ["a shape of a million sizes"]
+REFUSED += ["a million sizes"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and an address-space limit")
 
 

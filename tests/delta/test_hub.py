@@ -102,16 +102,13 @@ SparseDelta.load("{REPO}")
     assert "there is no `sparse_delta.safetensors` at" in printed
 
 
-def test_a_second_push_renews_the_generated_part_only_and_keeps_a_hand_written_card(hub, client):
+def test_a_second_push_renews_the_generated_part_of_the_card_only(hub, client):
     client(f'first.push_to_hub("{REPO}")')
     repo = hub.repos[REPO]
     edited = repo.files()["README.md"].decode().replace("1 changed entries", "no entries") + "\n## Limits\n\nSmall.\n"
     repo.commit("main", {"README.md": edited.encode()}, "by hand")
     client(f'second.push_to_hub("{REPO}")')
     assert repo.files()["README.md"].decode() == edited.replace("no entries", "1 changed entries")
-    repo.commit("main", {"README.md": b"# Mine\n\nBy hand.\n"}, "another card")
-    client(f'second.push_to_hub("{REPO}")')
-    assert repo.files()["README.md"] == b"# Mine\n\nBy hand.\n"
 
 
 def test_the_path_of_a_base_is_not_published(hub, client, tmp_path):
@@ -165,23 +162,15 @@ def load(repo, arguments=""):
 
 def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
     hub.repos |= {"a/private": Repo(private=True), "a/gated": Repo(gated=True), "a/empty": Repo()}
-    printed = client(
-        load("a/nothing"),
-        load("a/private", ", token=False"),
-        load("a/gated", ", token=False"),
-        load("a/empty", ", revision='v9'"),
-        load("a/empty"),
-        load("a/cached", ", local_files_only=True"),
-    ).splitlines()
-    expected = [
-        r"RepositoryNotFoundError - `a/nothing` of the hub at http\S+: it is neither a path here nor a repository that",
-        r"RepositoryNotFoundError - `a/private` .*if it is private, log in with `hf auth login` or pass `token=",
-        r"GatedRepoError - `a/gated` .*: it is gated: ask for access on its page, then log in",
-        r"RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one of its branches or tags",
-        r"EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main': give a",
-        r"LocalEntryNotFoundError - `a/cached` .*: it is not in the local cache, and .*: get online and try again",
-    ]
-    for line, pattern in zip(printed, expected, strict=True):
+    expected = {
+        load("a/nothing"): r"RepositoryNotFoundError - `a/nothing` of the hub at http\S+: it is neither a path here",
+        load("a/private", ", token=False"): "RepositoryNotFoundError - `a/private` .*if it is private, log in with `hf",
+        load("a/gated", ", token=False"): "GatedRepoError - `a/gated` .*: it is gated: ask for access on its page",
+        load("a/empty", ", revision='v9'"): "RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one",
+        load("a/empty"): "EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main'",
+        load("a/cached", ", local_files_only=True"): "LocalEntryNotFoundError - `a/cached` .*: it is not in",
+    }
+    for line, pattern in zip(client(*expected).splitlines(), expected.values(), strict=True):
         assert re.match(rf"SparsifyError from \w*{pattern}", line), line
 
 
@@ -337,10 +326,13 @@ def test_a_card_stays_small_whatever_the_number_of_tensors():
 @pytest.mark.parametrize(
     "present",
     [
-        "# Mine\n", "", "---\nlicense: mit\n---\n# Mine\n", "---\n: : [\n---\nbroken",
+        "# Mine\n",
+        "",
+        "---\nlicense: mit\n---\n# Mine\n",
+        "---\n: : [\n---\nbroken",
         pytest.param(make_card().replace("---\n", "---\n: : [\n", 1), id="generated, with broken metadata"),
     ],
-)  # fmt: skip
+)
 def test_a_hand_written_or_broken_card_is_left_unchanged(present):
     assert update_card(present, make_card(whole={})) == present
 

@@ -136,11 +136,10 @@ def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
     delta.config |= {"architecture": "BertForSequenceClassification", "model_config": labels}
     delta.merge(base, out)
     number = len(list(base.glob("*.safetensors"))) + 1
-    assert sorted(path.name for path in out.glob("*.safetensors")) == [
-        f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)
-    ]
+    names = [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
+    assert sorted(path.name for path in out.glob("*.safetensors")) == names
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["weight_map"]["classifier.weight"] == f"model-{number:05d}-of-{number:05d}.safetensors"
+    assert index["weight_map"]["classifier.weight"] == names[-1]
     assert index["metadata"]["total_size"] == 4 * sum(tensor.numel() for tensor in trained.parameters())
     merged, report = type(trained).from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"]

@@ -84,9 +84,8 @@ def test_differences_at_one_position_add_up(base, method, tmp_path):
         return tensor
 
     edit_tensors(tmp_path, repeat_first)
-    stored = {
-        name.rpartition(".")[2]: tensor for name, tensor in load_file(tmp_path / WEIGHTS).items() if "0.att" in name
-    }
+    tensors = load_file(tmp_path / WEIGHTS).items()
+    stored = {name.rpartition(".")[2]: tensor for name, tensor in tensors if "0.att" in name}
     values_key, indices_key = METHODS[method], f"{method}_indices"
     first, second = stored[values_key][:2]
     position = stored[indices_key][..., 0].flatten()
@@ -114,15 +113,11 @@ def folder(request, base, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:save_precomputed_indices")
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        (LoraConfig(), r"`peft_type` is 'LORA', and only SHIRA and SUPERTUNING .*use `SparseDelta.diff\(base"),
-        (SupertuningConfig(sparsity=0.9, r=2), r"has a LoRA part \(`r` is 2, the Supra hybrid\)"),
-        (SupertuningConfig(sparsity=0.9, save_precomputed_indices=False), "saved without its indices"),
-    ],
-    ids=["LoRA", "Supra", "no indices"],
-)
+@pytest.mark.parametrize(("config", "match"), [
+    (LoraConfig(), r"`peft_type` is 'LORA', and only SHIRA and SUPERTUNING .*use `SparseDelta.diff\(base"),
+    (SupertuningConfig(sparsity=0.9, r=2), r"has a LoRA part \(`r` is 2, the Supra hybrid\)"),
+    (SupertuningConfig(sparsity=0.9, save_precomputed_indices=False), "saved without its indices"),
+], ids=["LoRA", "Supra", "no indices"])  # fmt: skip
 def test_adapters_of_other_kinds_are_refused(base, tmp_path, config, match):
     config.target_modules = {"query"}
     train_with_peft(base, tmp_path, config)

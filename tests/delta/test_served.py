@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import make_delta, save, tuned
 from engines import Engine, llama, start
+from models import train
 
 from sparsify import DeltaPublisher, DeltaSubscriber, DeltaSwitch, SparseDelta, sparsify
 from sparsify.delta.served import ServedModel, Window
@@ -38,14 +39,11 @@ def test_each_rank_follows_a_training_in_the_dtype_that_it_computes_in(tmp_path,
     engines = [start(tmp_path, rank, ranks, dtype) for rank in range(ranks)]
     followers = [DeltaSubscriber(served) for _, served in engines]
     model = sparsify(llama(), 90, steps=4, modules_to_save=["o_proj"])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     publisher = DeltaPublisher(model)
     updates = [publisher.snapshot()]
     for _ in range(4):
         tokens = torch.randint(3, 30, (2, 6))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, [{"input_ids": tokens, "labels": tokens}], lr=0.1)
         updates.append(publisher.update())
     for update in (updates[0], updates[1], updates[3].snapshot(), updates[4]):
         for (_, served), follower in zip(engines, followers, strict=True):
@@ -90,9 +88,7 @@ def test_wrong_values_or_places_are_errors_before_anything_is_written(tmp_path):
         delta.apply(served)
     assert engine.holds(before)
     engine, served = start(tmp_path)
-    engine.load_weights = lambda weights: Engine.load_weights(
-        engine, [pair for pair in weights if "norm" not in pair[0]]
-    )
+    engine.load_weights = lambda pairs: Engine.load_weights(engine, [pair for pair in pairs if "norm" not in pair[0]])
     with pytest.raises(BaseMismatchError, match=r"no place for \d+ of \d+ entries of `model.layers.0.input_layernorm"):
         delta.apply(served)
     engine, served = start(tmp_path)
@@ -121,9 +117,8 @@ def test_windows_find_the_entries_of_any_view(seed):
     view, order = source.view(2, 3, 4, 5).permute(*torch.randperm(4).tolist()), torch.randperm(4).tolist()
     for dim in range(4):
         view = view.narrow(dim, 0, int(torch.randint(1, view.shape[dim] + 1, ())))
-    target = (
-        memory[8 : 8 + view.numel()].view([view.shape[dim] for dim in order]).permute(*torch.tensor(order).argsort())
-    )
+    target = memory[8 : 8 + view.numel()].view([view.shape[dim] for dim in order])
+    target = target.permute(*torch.tensor(order).argsort())
     window, indices = Window.of(target, view), torch.randperm(120)[:50].sort().values
     numbers, positions = window.locate(indices)
     target.copy_(view)

@@ -13,39 +13,26 @@ import torch
 
 from sparsify.delta.checkpoint.reader import Checkpoint
 
+script = importlib.import_module  # of conftest.py's folder, by name
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-NAMES = ("common", "file", "gpu", "merge", "overhead", "profile_step", "ranks", "roofline", "scale", "stream", "swap")
 
 
-@pytest.fixture(scope="module")
-def script():
-    """Imports a script by name; afterwards all of them are forgotten."""
-    yield importlib.import_module
-    for name in NAMES:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def sizes(script):
+def test_formats_take_the_bytes_that_they_should():
     file = script("file")
-    return {size["format"]: size for size in file.measure(file.bert("minilm", torch.bfloat16), 20_000)}
-
-
-def test_formats_take_the_bytes_that_they_should(script, sizes):
+    sizes = {size["format"]: size for size in file.measure(file.bert("minilm", torch.bfloat16), 20_000)}
     per_entry = {name: size["bytes"] / size["entries"] for name, size in sizes.items()}
     assert per_entry["flat int64 positions"] == 8 + 2
     assert per_entry["the paper's toolkit"] == pytest.approx(16 + 2, rel=0.1)
     assert per_entry["PEFT shira"] == pytest.approx(8 + 4, rel=0.05)
     assert per_entry["PEFT supertuning"] == pytest.approx(4 + 4, rel=0.1)
     assert per_entry["entropy bound"] < per_entry["sparsify"] < per_entry["entropy bound"] + 2
-    file = script("file")
     weights = file.linear_weights(file.bert("minilm"))
     counts = file.uneven_counts(weights, 20_000)
     bits = sum(math.log2(math.comb(weights[name].numel(), count)) for name, count in counts.items())
     assert sizes["entropy bound"]["bytes"] == pytest.approx(bits / 8 + 2 * 20_000)
 
 
-def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
+def test_a_merge_takes_the_memory_of_one_tensor(tmp_path):
     """Of a checkpoint of 96 MB in tensors of 6 MB, much less than half is in memory at a time."""
     result = script("merge").measure(tmp_path, 96 * 2**20, shards=2, density=0.001)
     assert 0 < result["peak_bytes"] - result["library_bytes"] < 40 * 2**20
@@ -62,7 +49,7 @@ def test_a_merge_takes_the_memory_of_one_tensor(script, tmp_path):
         ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
     ],
 )
-def test_a_script_prints_a_table_and_writes_json(script, monkeypatch, tmp_path, capsys, name, options, row):
+def test_a_script_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys, name, options, row):
     monkeypatch.setenv("COLUMNS", "200")
     script(name).main(**options, json=tmp_path / "raw.json")
     assert row in capsys.readouterr().out
@@ -116,13 +103,13 @@ def test_swaps_are_measured_in_every_round(tmp_path):
         ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3"),
     ],
 )
-def test_bad_options_are_one_line(script, name, options, message):
+def test_bad_options_are_one_line(name, options, message):
     with pytest.raises(script("common").SparsifyError, match=message):
         script(name).main(**options)
 
 
 @pytest.mark.slow
-def test_ranks_are_measured_in_every_round(script):
+def test_ranks_are_measured_in_every_round():
     settings = script("ranks").Settings
     tiny = {"shape": "minilm", "budget": 2_000, "batch": 1, "length": 8}
     methods = [settings(name, **tiny) for name in script("ranks").METHODS]
@@ -133,7 +120,7 @@ def test_ranks_are_measured_in_every_round(script):
         assert bool(result["choosing_bytes"]) == (name == "id3")
 
 
-def test_a_step_on_a_cpu_is_broken_down_and_drawn(script, tmp_path, capsys):
+def test_a_step_on_a_cpu_is_broken_down_and_drawn(tmp_path, capsys):
     files = {"json": tmp_path / "raw.json", "plot": tmp_path / "picture.png"}
     script("profile_step").main("tiny", "id3,lora", budget=1_000, batch=2, seq=8, **files)
     results = json.loads(files["json"].read_text())["results"]
@@ -144,7 +131,7 @@ def test_a_step_on_a_cpu_is_broken_down_and_drawn(script, tmp_path, capsys):
     assert "lora: the longest" in capsys.readouterr().out
 
 
-def test_a_step_calls_no_more_functions_of_python_than_it_did(script):
+def test_a_step_calls_no_more_functions_of_python_than_it_did():
     calls = {}
     for method in script("overhead").METHODS:
         model, optimizer = script("overhead").make(method, layers=4, width=32, steps=10)
@@ -156,13 +143,13 @@ def test_a_step_calls_no_more_functions_of_python_than_it_did(script):
     assert added["id3"] <= 920, added
 
 
-def test_the_roofline_counts_the_products_of_a_layer(script):
+def test_the_roofline_counts_the_products_of_a_layer():
     phases = script("roofline").phases
     work = [sum(phase[0] for phase in phases(method, 10, 20, 30, 0, "float32")) for method in ("floor", "id3")]
     assert work == [24_000, 38_400]
 
 
-def test_scale_counts_what_ranks_exchange_to_select(script):
+def test_scale_counts_what_ranks_exchange_to_select():
     scale = script("scale")
     model = scale.LLAMA_8B._replace(layers=[(600, 400, 3), (8_000, 4_000, 2)])
     for ranks, digits in ((4, 2), (12, 4)):
@@ -188,7 +175,7 @@ for method in json.loads(sys.argv[1]):
 
 
 @pytest.fixture
-def gpu(script, tmp_path, monkeypatch):
+def gpu(tmp_path, monkeypatch):
     """``gpu.py``, whose workers are stand-ins."""
     (tmp_path / "step_bench").mkdir()
     (tmp_path / "step_bench" / "several.py").write_text(SEVERAL)

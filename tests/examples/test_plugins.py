@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from models import build
 from peft import PeftModel
-from trainers import make_trainer, rows_of
+from trainers import rows_of, run_trainer
 
 from sparsify import SparsifyCallback, get_engine
 
@@ -29,8 +29,7 @@ def stand_in(monkeypatch, plugin, **modules):
 
 def train(model, folder):
     """Trains without a word about steps or callbacks."""
-    trainer = make_trainer(model, folder, rows_of("llama"), callbacks=[])
-    trainer.train()
+    trainer = run_trainer(model, folder, rows_of("llama"), callbacks=[])
     engine = get_engine(model)
     assert engine.steps == trainer.state.max_steps
     assert engine.unmasked == engine.budget

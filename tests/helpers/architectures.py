@@ -125,9 +125,7 @@ ARCHITECTURES = {
     "albert": classifier("Albert", embedding_size=8, classifier_dropout_prob=0.0),
     "electra": classifier("Electra", embedding_size=8, classifier_dropout=0.0),
     "mpnet": classifier("MPNet"),
-    "distilbert": classifier(
-        "DistilBert", hidden_dim=20, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0
-    ),
+    "distilbert": classifier("DistilBert", hidden_dim=20, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0),
     "longformer": classifier("Longformer", attention_window=4),  # writes into what its linear layers return
     "mobilebert-masked-lm": masked_lm(  # its head reads the table, transposed, past its module
         "MobileBert", embedding_size=8, intra_bottleneck_size=8, num_feedforward_networks=1, trigram_input=True

@@ -1,6 +1,7 @@
 """Small models, fine-tunings of them, and what a model holds to the bit: shared by the tests of deltas."""
 
 import copy
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -52,17 +53,21 @@ def with_recipes(delta, recipes):
 
 
 def lora_recipes(model):
-    return {
-        plain_name(name): InitializerRecipe("uniform", parameter.shape[1] ** -0.5, 4)
-        if "lora_A" in name
-        else InitializerRecipe("constant", 0.0, 4)
-        for name, parameter in model.named_parameters()
-        if "lora_" in name
-    }
+    lora = {plain_name(name): parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    recipes = {name: InitializerRecipe("uniform", p.shape[1] ** -0.5, 4) for name, p in lora.items()}
+    return recipes | {name: InitializerRecipe("constant", 0.0, 4) for name in lora if "lora_A" not in name}
 
 
 def bits(model):
     return {name: (tensor.dtype, tensor.shape, digest(tensor)) for name, tensor in model.state_dict().items()}
+
+
+@contextmanager
+def unchanged(model):
+    """Fails unless the model is, at the end, bit for bit what it was."""
+    before = bits(model)
+    yield
+    assert bits(model) == before
 
 
 def close(model, expected, tolerance):

@@ -41,9 +41,8 @@ class Engine(nn.Module):
         fused |= {"gate_proj": ("gate_up", 0, 24), "up_proj": ("gate_up", 24, 24)}
         for name, weight in weights:
             (*_, module, kind), weight = name.split("."), self.transform(weight)
-            part, start, size = (
-                each // self.ranks if type(each) is int else each for each in fused.get(module, (module, 0, 0))
-            )
+            part, start, size = fused.get(module, (module, 0, 0))
+            start, size = start // self.ranks, size // self.ranks
             target = self.own[f"{name.split('.')[2] if '.layers.' in name else ''}{part}_{kind}"].data
             if size:
                 target.narrow(0, start, size).copy_(weight.narrow(0, self.rank * size, size))

@@ -5,6 +5,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from sparsify import sparsify
+
 VOCABULARY, CLASSES = 40, 3
 
 
@@ -72,6 +74,11 @@ def build(name, seed=0, dtype=torch.float32):
     model, batch = ARCHITECTURES[name]()
     batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()} for _ in range(12)]
     return model.to(dtype).train(), batches
+
+
+def sparsified(name, *arguments, **options):
+    model, batches = build(name)
+    return sparsify(model, *arguments, **options), batches
 
 
 def loss_of(model, batch):

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from sparsify import D3, Increment, Strategy, get_engine, sparsify
+
 SHAPES = {
     "uniform": lambda s: s,
     "linear": lambda s: 1 - (1 - s) ** 2,
@@ -96,6 +98,19 @@ def padding_rows(model):
 
 
 def unmasked_sets(model):
-    from sparsify import get_engine
-
     return {tensor.name: sorted(tensor.indices.tolist()) for tensor in get_engine(model).tensors}
+
+
+def sparsify_fully(model, steps=1):
+    budget = sum(parameter.numel() for parameter in set(model.parameters()) if parameter.requires_grad)
+    padding = sum(model.get_parameter(name).shape[-1] for name in padding_rows(model))
+    return sparsify(model, budget - padding, Strategy(D3(exp=0), Increment()), steps=steps)
+
+
+def model_gradients(model):
+    gradients = {}
+    for tensor in get_engine(model).tensors:
+        gradient = torch.zeros(tensor.parameter.numel(), dtype=model.sparse_values.dtype)
+        gradient[tensor.indices] = model.sparse_values.grad[tensor.slots]
+        gradients[tensor.name] = gradient.view(tensor.parameter.shape)
+    return gradients

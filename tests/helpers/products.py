@@ -1,7 +1,12 @@
 """Factors of products left^T right that are hard to screen, their entries in float64, and costs that favour it."""
 
+import importlib
+
+import pytest
 import torch
 from hypothesis import strategies as st
+
+from sparsify.kernels import has_triton
 
 FREE = {"NORMS": 0, "TILE": 1e-9, "ENTRY": 0}  # costs in `screening.py` that have any product screened
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 100])
@@ -28,6 +33,13 @@ KINDS = {
     "mostly zero": lambda left, right: (left * (torch.rand_like(left) < 0.05), right),
     "zero": lambda left, right: (left * 0, right),
 }  # fmt: skip
+
+
+def triton_kernels(device):
+    """The module of the Triton kernels; skips where they do not run on a device."""
+    if not has_triton(device):
+        pytest.skip("Triton is not installed, or does not run here")
+    return importlib.import_module("sparsify.kernels.triton")
 
 
 def seeded(seed):

@@ -25,6 +25,7 @@ TINY = {
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
+    "sparsify.selection.static.BLOCK_ENTRIES": 24,
     **{f"sparsify.selection.screening.{name}": cost for name, cost in FREE.items()},
     "sparsify.selection.screening.sampling_pays": lambda *_: True,
 }

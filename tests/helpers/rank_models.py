@@ -96,9 +96,9 @@ def assert_like(results, alone):
             torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
-def error_of(function, *args):
+def error_of(function, *args, **options):
     try:
-        function(*args)
+        function(*args, **options)
     except SparsifyError as error:
         return str(error)
     return "no error"

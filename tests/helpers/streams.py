@@ -13,11 +13,9 @@ BUDGET, STEPS = 60, 6
 
 
 class Run:
-    def __init__(
-        self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, prepare=lambda model: model, **options
-    ):
+    def __init__(self, name="mlp", budget=BUDGET, strategy="id3", *, dtype=torch.float32, prepare=None, **options):
         model, self.batches = build(name, dtype=dtype)
-        self.base, self.done = prepare(model), 0
+        self.base, self.done = prepare(model) if prepare else model, 0
         self.model = sparsify(copy.deepcopy(self.base), budget, strategy, steps=STEPS, **options)
         self.publisher = DeltaPublisher(self.model)
 

@@ -128,10 +128,8 @@ class Case:
     def prepared(self, place, seed=0):
         model, batches = self.model(place, seed)
         if self.strategy is not None and not self.oracle:
-            sparsify(
-                model, self.budget, self.strategy, steps=STEPS,
-                calibration=batches[-2:] if self.strategy in CALIBRATED else None,
-            )  # fmt: skip
+            calibration = batches[-2:] if self.strategy in CALIBRATED else None
+            sparsify(model, self.budget, self.strategy, steps=STEPS, calibration=calibration)
         return model, batches
 
 

@@ -24,9 +24,13 @@ def tokenizer():
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
+
+
+def sentences(number, words, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
 
 
 def make_model(name="bert", steps=None, base=None, **options):
@@ -54,6 +58,12 @@ def make_trainer(model, folder, rows=None, callbacks=None, optimizers=(None, Non
     options = {"train_dataset": rows, "eval_dataset": rows[:8] if kind is TRAINER else rows, "optimizers": optimizers}
     options["callbacks"] = [SparsifyCallback()] if callbacks is None else callbacks
     return kind[0](model, args=kind[1](str(folder), **chosen), **options)
+
+
+def run_trainer(*args, resume=None, **options):
+    trainer = make_trainer(*args, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def outcome(trainer):

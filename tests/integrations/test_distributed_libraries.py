@@ -17,8 +17,6 @@ from sparsify.common.ranks import num_ranks
 from sparsify.integrations.checkpoints import problem_with
 from sparsify.integrations.distributed import check_ranks, keep_whole
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 BUDGET = 60
 
 

@@ -151,11 +151,7 @@ def state(rank, **options):
 
 
 # name -> model and batches, arguments of sparsify()
-FOLLOWED = {
-    "sharded": (words, {}),
-    "sharded, with a head": (mlp, {"modules_to_save": ["head"]}),
-    "replicated": (words, {}),
-}
+FOLLOWED = {"sharded": (words, {}), "with a head": (mlp, {"modules_to_save": ["head"]}), "replicated": (words, {})}
 
 
 def followed(rank):
@@ -191,9 +187,7 @@ def refused(rank):
         "blocks only": trains(blocks_only),
         "too late": error_of(sparsify, fully_shard(mlp()[0]), BUDGET),
         "desparsify": error_of(desparsify, shard(sparse())),
-        "fsdp1": error_of(
-            lambda: FullyShardedDataParallel(sparse(), device_id=torch.device("cpu"), use_orig_params=True)
-        ),
+        "fsdp1": error_of(FullyShardedDataParallel, sparse(), device_id=torch.device("cpu"), use_orig_params=True),
     }
 
 
@@ -221,9 +215,8 @@ def test_two_shards_train_like_one_process_with_both_batches(two, name):
 
 
 def all_hybrid(rank):
-    return {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name} | {
-        "state": state(rank, mesh=hybrid_mesh())
-    }
+    runs = {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name}
+    return {**runs, "state": state(rank, mesh=hybrid_mesh())}
 
 
 @pytest.mark.slow

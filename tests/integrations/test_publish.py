@@ -5,12 +5,10 @@ import copy
 import pytest
 from deltas import bits
 from models import build
-from trainers import BEST, BUDGET, STEPS, make_model, make_trainer
+from trainers import BEST, BUDGET, STEPS, make_model, make_trainer, run_trainer
 from transformers import TrainerCallback
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, sparsify
-
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 
 class Compare(TrainerCallback):
@@ -38,8 +36,7 @@ def test_a_follower_has_the_weights_of_every_step(tmp_path, accumulation):
     model = sparsify(copy.deepcopy(base), BUDGET, modules_to_save=["classifier"])
     compare, callback = Compare(base), SparsifyCallback(publish=publish)
     options = {"gradient_accumulation_steps": accumulation, "save_strategy": "no"}
-    trainer = make_trainer(model, tmp_path, callbacks=[callback, compare], **options)
-    trainer.train()
+    trainer = run_trainer(model, tmp_path, callbacks=[callback, compare], **options)
     assert len(found) == follower.version == STEPS
     assert found == compare.expected
     late = DeltaSubscriber(copy.deepcopy(base))
@@ -52,8 +49,7 @@ def test_a_follower_has_the_weights_of_every_step(tmp_path, accumulation):
 def test_the_best_model_that_is_loaded_at_the_end_is_published(tmp_path):
     follower, model = DeltaSubscriber(build("bert")[0]), sparsify(build("bert")[0], BUDGET)
     callback = SparsifyCallback(publish=lambda update: follower.apply(bytes(update)))
-    trainer = make_trainer(model, tmp_path, callbacks=[callback], **BEST)
-    trainer.train()
+    trainer = run_trainer(model, tmp_path, callbacks=[callback], **BEST)
     assert trainer.state.best_global_step < STEPS
     assert follower.version == STEPS + 1
     assert bits(follower.model) == bits(SparseDelta.from_model(model).apply(build("bert")[0]))
@@ -65,7 +61,7 @@ def test_a_resumed_run_begins_a_new_chain(tmp_path):
     make_trainer(make_model(), tmp_path, callbacks=[silent], max_steps=STEPS).train()
     assert silent.publisher is None
     model = make_model()
-    make_trainer(model, tmp_path, callbacks=[callback]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    run_trainer(model, tmp_path, callbacks=[callback], resume=str(tmp_path / "checkpoint-4"))
     assert [update.version for update in sent] == list(range(STEPS - 4 + 1))
     follower = DeltaSubscriber(copy.deepcopy(base))
     for update in sent:

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from trainers import BEST, WORDS, assert_same, make_trainer, outcome, tokenizer
+from trainers import BEST, WORDS, assert_same, outcome, run_trainer, tokenizer
 from transformers import BertConfig, BertModel
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, load_model, sparsify, summary
@@ -47,9 +47,7 @@ def train(kind, path, folder, resume=None, **arguments):
     model = load(path, name).train()
     sparsify(model[0].auto_model if kind == "inner" else model, 40, exclude_modules=["pooler"], **options)
     made = partial(getattr(st, f"{name}Trainer"), loss=loss(model)), getattr(st, f"{name}TrainingArguments")
-    trainer = make_trainer(model, folder, Dataset.from_dict(rows), kind=made, **arguments)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return run_trainer(model, folder, Dataset.from_dict(rows), kind=made, resume=resume, **arguments)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,26 +11,23 @@ import torch
 from models import build
 from safetensors.torch import load_file
 from torch import nn
-from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, steps_done
+from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, run_trainer
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 
 def run(model, folder, callback=None, **arguments):
-    make_trainer(model, folder, callbacks=[callback or SparsifyCallback()], save_strategy="no", **arguments).train()
-    return model
+    return run_trainer(model, folder, callbacks=[callback] if callback else None, save_strategy="no", **arguments).model
 
 
 def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_path):
     epochs = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 5}
     model = run(make_model(), tmp_path, **epochs)  # 48 rows, 12 batches: three optimizer steps
-    assert get_engine(model).steps == 3
-    assert steps_done(model) == (3, BUDGET)
+    engine = get_engine(model)
+    assert (engine.steps, engine.step, engine.unmasked) == (3, 3, BUDGET)
     with pytest.raises(SparsifyError, match=r"pass steps= \(optimizer steps.* callbacks=\[SparsifyCallback"):
         make_trainer(make_model(steps=None), tmp_path, callbacks=[], save_strategy="no").train()
 
@@ -38,8 +35,8 @@ def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_
 def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_path, recwarn):
     callback = SparsifyCallback()
     short = run(make_model(), tmp_path, callback, max_steps=2)
-    other = run(make_model(), tmp_path, callback)
-    assert (get_engine(other).steps, steps_done(other)) == (STEPS, (STEPS, BUDGET))
+    engine = get_engine(run(make_model(), tmp_path, callback))
+    assert (engine.steps, engine.step, engine.unmasked) == (STEPS, STEPS, BUDGET)
     assert not recwarn.list
     given = make_model(steps=2)
     with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
@@ -126,8 +123,7 @@ def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
 
 def test_the_final_model_is_an_ordinary_one(tmp_path):
     model = make_model()
-    trainer = make_trainer(model, tmp_path / "run")
-    trainer.train()
+    trainer = run_trainer(model, tmp_path / "run")
     assert "save_pretrained" not in vars(model)
     trainer.save_model(tmp_path / "final")
     model.save_pretrained(tmp_path / "saved")
@@ -182,14 +178,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch, cap
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it for good
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make, arguments = CASES[case]
-    straight = make_trainer(make(), tmp_path, **arguments)
-    straight.train()
-    expected = outcome(straight)
+    expected = outcome(run_trainer(make(), tmp_path, **arguments))
     checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     assert len(checkpoints) == (3 if case == "epochs" else 4)
-    resumed = make_trainer(make(), tmp_path, **arguments)
-    resumed.train(resume_from_checkpoint=str(checkpoints[0]))
-    assert_same(outcome(resumed), expected)
+    assert_same(outcome(run_trainer(make(), tmp_path, resume=str(checkpoints[0]), **arguments)), expected)
     assert "missing keys" not in caplog.text
     assert "unexpected keys" not in caplog.text
     if case == "plain":
@@ -199,10 +191,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch, cap
 
 def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
     """The Trainer makes a step more where the last one was in the middle of an epoch."""
-    straight = make_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
-    straight.train()
-    resumed = make_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
-    resumed.train(resume_from_checkpoint=True)
+    straight = run_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
+    resumed = run_trainer(make_model(), tmp_path, lr_scheduler_type="constant", resume=True)
     assert resumed.state.global_step == STEPS + 1
     (logs, *rest), expected = outcome(resumed), outcome(straight)
     del logs[STEPS + 1]
@@ -227,12 +217,10 @@ def test_a_checkpoint_of_other_settings_or_another_base_is_refused(options, text
 def test_a_resumed_run_keeps_its_plan_though_the_trainer_makes_more_steps_and_extends_it_on_request(tmp_path):
     make_trainer(make_model(), tmp_path, max_steps=4, save_steps=2).train()
     half = str(tmp_path / "checkpoint-2")
-    kept = make_trainer(make_model(), tmp_path / "kept", save_strategy="no")
     with pytest.warns(UserWarning, match=r"run that is resumed, has steps=4, and the Trainer makes 8.*extend=True"):
-        kept.train(resume_from_checkpoint=half)
+        kept = run_trainer(make_model(), tmp_path / "kept", save_strategy="no", resume=half)
     callbacks = [SparsifyCallback(extend=True)]
-    extended = make_trainer(make_model(), tmp_path / "extended", callbacks=callbacks, save_strategy="no")
-    extended.train(resume_from_checkpoint=half)
+    extended = run_trainer(make_model(), tmp_path / "extended", callbacks=callbacks, save_strategy="no", resume=half)
     unmasked = [[log["unmasked"] for log in t.state.log_history if "unmasked" in log] for t in (kept, extended)]
     assert unmasked[0] == [15, 30, 45, 60, 60, 60, 60, 60]
     assert unmasked[1] == [15, 30, 30, 30, 37, 45, 52, 60]
@@ -248,24 +236,19 @@ def test_a_trainer_warns_before_it_trains_what_no_delta_holds(tmp_path):
 
 def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on_from(tmp_path):
     make_trainer(make_model(steps=STEPS), tmp_path, callbacks=[]).train()
-    with (
-        pytest.warns(UserWarning, match="loaded without entries"),
-        pytest.raises(SparsifyError, match="written without SparsifyCallback"),
-    ):
+    loaded = pytest.warns(UserWarning, match="loaded without entries")
+    with loaded, pytest.raises(SparsifyError, match="written without SparsifyCallback"):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    straight = make_trainer(make_model(), tmp_path / "straight")
-    straight.train()
-    trainer = make_trainer(make_model(), tmp_path / "best", save_total_limit=1, **BEST)
-    trainer.train()
+    run_trainer(make_model(), tmp_path / "straight")
+    trainer = run_trainer(make_model(), tmp_path / "best", save_total_limit=1, **BEST)
     best = trainer.state.best_global_step
     assert best < STEPS
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     there = make_model(steps=STEPS)
     there.load_state_dict(load_file(tmp_path / "straight" / f"checkpoint-{best}" / "model.safetensors"))
-    assert steps_done(trainer.model) == steps_done(there)
     state = there.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
     assert [path.name for path in (tmp_path / "best").iterdir()] == [f"checkpoint-{best}"]
@@ -283,10 +266,8 @@ def lora(seed=0):
 def test_a_sparse_lora_is_resumed_though_its_matrices_were_drawn_anew(tmp_path):
     from peft import PeftModel
 
-    straight = make_trainer(lora(), tmp_path)
-    straight.train()
-    resumed = make_trainer(lora(seed=1), tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    straight = run_trainer(lora(), tmp_path)
+    resumed = run_trainer(lora(seed=1), tmp_path, resume=str(tmp_path / "checkpoint-4"))
     assert_same(outcome(resumed), outcome(straight))
     names = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
     assert names == FILES | {"adapter_model.safetensors", "adapter_config.json", "README.md"}
@@ -296,8 +277,7 @@ def test_a_sparse_lora_is_resumed_though_its_matrices_were_drawn_anew(tmp_path):
 
 
 def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
-    trainer = make_trainer(lora(), tmp_path, **BEST)
-    trainer.train()
+    trainer = run_trainer(lora(), tmp_path, **BEST)
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
     assert trainer.state.best_global_step < STEPS
     assert get_engine(trainer.model).unmasked == best["sparse_ids"].numel()

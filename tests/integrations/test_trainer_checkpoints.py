@@ -4,21 +4,17 @@ import shutil
 import warnings
 
 import pytest
-from trainers import assert_same, make_model, make_trainer, outcome
+from trainers import assert_same, make_model, make_trainer, outcome, run_trainer
 
 from sparsify import SparsifyCallback, SparsifyError
 from sparsify.integrations.checkpoints import problem_with, set_aside_incomplete
-
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a whole run, and its outcome."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = make_trainer(make_model(), folder)
-    trainer.train()
-    return folder, outcome(trainer)
+    return folder, outcome(run_trainer(make_model(), folder))
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import pytest
 from hub_server import OWNER, Repo, client_environment, hub_server
 from safetensors.torch import load
 
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-
 REPO = f"{OWNER}/my-model"
 PUSHES = """
 import sys

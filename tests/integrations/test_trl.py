@@ -11,14 +11,13 @@ from deltas import bits
 from models import build
 from oracle import unmasked_sets
 from quantized_models import quantize
-from trainers import WORDS, assert_same, outcome, tokenizer
+from trainers import assert_same, outcome, sentences, tokenizer
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from sparsify import DeltaSubscriber, SparseDelta, SparsifyCallback, SparsifyError, load_model, sparsify
 from sparsify.api import get_engine, summary
 
 trl = pytest.importorskip("trl", reason="TRL is in the extra `test`")
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 Dataset = pytest.importorskip("datasets", reason="datasets is in the extra `test`").Dataset
 
 BUDGET, STEPS = 40, 4
@@ -38,11 +37,6 @@ def base(tmp_path_factory):
 
 def load(folder):
     return LlamaForCausalLM.from_pretrained(folder)
-
-
-def sentences(number, words, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator)) for _ in range(number)]
 
 
 def make_trainer(kind, config, data, model, folder, callbacks=None, **more):
@@ -87,9 +81,8 @@ def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
     cut = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
     sparse = sparsify(load(base), BUDGET)
     TRAINERS[kind](sparse, tmp_path, **options).train()
-    assert unmasked_sets(sparse) == {
-        name: (score >= cut).flatten().nonzero().flatten().tolist() for name, score in scores.items()
-    }
+    best = {name: (score >= cut).flatten().nonzero().flatten().tolist() for name, score in scores.items()}
+    assert unmasked_sets(sparse) == best
     for name, score in scores.items():
         expected = torch.where(score >= cut, dense.get_parameter(name), start.get_parameter(name))
         torch.testing.assert_close(sparse.get_parameter(name), expected, rtol=1e-5, atol=1e-5)

@@ -175,10 +175,7 @@ def test_bad_requests_are_refused(served, monkeypatch):
         ({"data": "A", "path": __file__}, "an update comes as one of data, path and url: give one of them"),
         ({"action": "update"}, "an update comes as one of data, path and url: give one of them"),
         ({"path": "/dev/zero"}, "DeltaFormatError: the update cannot be read .*`/dev/zero` is no file"),
-        (
-            {"url": "http://localhost.example/update"},
-            "`http://localhost.example/update`, expected http://localhost:PORT",
-        ),
+        ({"url": "http://localhost.example/"}, "`http://localhost.example/`, expected http://localhost:PORT"),
         ({"url": "file:///etc/passwd"}, "the update's url is `file:///etc/passwd`, expected http://localhost:PORT"),
         ({"url": "http://localhost:9/update"}, "DeltaFormatError: the update cannot be read"),
         ({"data": b64(publisher.update())}, "MissingUpdateError: this update makes version 1 from version 0"),
@@ -197,11 +194,10 @@ def test_updates_come_from_files_and_urls_of_the_host(tmp_path, served):
     worker.receive(Request(path=str(tmp_path / "first")))
     run.step()
     (tmp_path / "second").write_bytes(bytes(publisher.update()))
-    files = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    threading.Thread(target=files.serve_forever, daemon=True).start()
-    worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
-    files.shutdown()
-    files.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
+        files.shutdown()
     assert served[0].holds(run.expected())
 
 
@@ -214,9 +210,7 @@ def test_what_another_rank_refuses_is_undone(tmp_path, monkeypatch, action):
     arguments = {"update": [], "attach": ["a", str(tmp_path / "delta")], "activate": ["a"]}
 
     def with_other(*, refuses=False, lacks=False):
-        monkeypatch.setattr(
-            worker, "_highest", lambda own: own.clamp(min=refuses) if len(own) == 1 else own | (not lacks)
-        )
+        monkeypatch.setattr(worker, "_highest", lambda x: x.clamp(min=refuses) if len(x) == 1 else x | (not lacks))
 
     with_other()
     if action == "activate":

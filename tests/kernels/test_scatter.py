@@ -4,20 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import seeded
-
-from sparsify.kernels import has_triton
+from products import seeded, triton_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.fixture(scope="module")
 def form(device):
-    if not has_triton(device):
-        pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels import triton as triton_scatter
-
-    return triton_scatter.scatter
+    return triton_kernels(device).scatter
 
 
 @settings(max_examples=25)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import KINDS, SIZES, exact, factors, seeded
+from products import KINDS, SIZES, exact, factors, seeded, triton_kernels
 
 from sparsify.core import gradients
-from sparsify.kernels import has_triton
 from sparsify.kernels.sddmm import plain_sddmm, sampling_pays
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -17,13 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=["plain", "triton"], scope="module")
 def form(request, device):
-    if request.param == "plain":
-        return plain_sddmm
-    if not has_triton(device):
-        pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels import triton as triton_sddmm
-
-    return triton_sddmm.sddmm
+    return plain_sddmm if request.param == "plain" else triton_kernels(device).sddmm
 
 
 @settings(max_examples=80)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import seeded
+from products import seeded, triton_kernels
 
 from sparsify.core.importance import D3
-from sparsify.kernels import has_triton
 from sparsify.kernels.select import Candidates, Part, plain_cut, plain_select
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -24,11 +23,8 @@ OFFSET, TOTAL = 7, 5000
 @pytest.fixture(scope="module")
 def fused(device):
     """The Triton forms, in place of the plain ones."""
-    if not has_triton(device):
-        pytest.skip("Triton is not installed, or does not run here")
-    from sparsify.kernels import triton as triton_select
-
-    return triton_select.select_d3, triton_select.cut
+    kernels = triton_kernels(device)
+    return kernels.select_d3, kernels.cut
 
 
 @pytest.fixture(scope="module", params=["plain", "triton"])

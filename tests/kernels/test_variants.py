@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from models import train
+from products import triton_kernels
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from sparsify import sparsify
-from sparsify.kernels import has_triton
 
 KERNELS = ("_select", "_cut", "_sddmm", "_scatter")
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
 FREE = {"number", "start", "stop", "offset", "size", "limit", "id_digits"}  # do_not_specialize
 
 
@@ -35,36 +34,23 @@ class Recorded:
         return name, argument == 1, argument % 16 == 0 if isinstance(argument, int) else type(argument)
 
 
-def bert():
-    return BertForSequenceClassification(BertConfig(**SIZES)), {"labels": torch.tensor([0, 1])}
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)), {}
-
-
-@pytest.mark.parametrize("make", [bert, llama])
-def test_a_run_compiles_few_variants_however_its_tensors_and_batches_differ(make, monkeypatch):
-    if not has_triton(torch.device("cpu")):
-        pytest.skip("Triton is not installed, or its interpreter not asked for")
-    from sparsify.kernels import triton
-
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_run_compiles_few_variants_however_its_tensors_and_batches_differ(name, monkeypatch):
+    triton = triton_kernels(torch.device("cpu"))
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
     monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 0, False: 0})  # so that entries are sampled
     monkeypatch.setattr("sparsify.selection.small.LARGEST", 100)  # biases and norms
     recorded = {name: Recorded(getattr(triton, name)) for name in KERNELS}
     for name, kernel in recorded.items():
         monkeypatch.setattr(triton, name, kernel)
-    torch.manual_seed(0)
-    model, more = make()
+    if name == "bert":
+        model = BertForSequenceClassification(BertConfig(**SIZES))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=True))
     sparsify(model.bfloat16(), 300, "id3", steps=4)
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     for step in range(6):
         ids = torch.randint(5, 96, (2, 7 + 9 * step))
-        output = model(input_ids=ids, **more) if more else model(input_ids=ids, labels=ids)
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, [{"input_ids": ids, "labels": torch.tensor([0, 1]) if name == "bert" else ids}])
     counts = {name: len(kernel.variants) for name, kernel in recorded.items()}
     assert counts["_cut"] == counts["_scatter"] == 1
     assert 1 < counts["_select"] <= 3  # with ids, without, and of a gradient in float32

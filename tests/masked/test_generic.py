@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from recorder import model_gradients, sparsify_fully
+from oracle import model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from recorder import model_gradients, sparsify_fully
+from models import descend
+from oracle import model_gradients, sparsify_fully
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -101,9 +102,8 @@ def test_weights_from_outside_get_their_gradient(name, make):
     plain, ids, gradients = Model(IN_FORWARD["attribute"]), torch.arange(6), []
     masked = sparsify(copy.deepcopy(plain), 10, steps=2)
     for model in (plain, masked):
-        outer = nn.Parameter(
-            torch.linspace(-1, 1, plain.get_parameter(name).numel()).view_as(plain.get_parameter(name))
-        )
+        own = plain.get_parameter(name)
+        outer = nn.Parameter(torch.linspace(-1, 1, own.numel()).view_as(own))
         functional_call(model, {name: make(outer)}, (ids,)).backward()
         gradients.append(outer.grad)
     torch.testing.assert_close(*gradients)
@@ -129,10 +129,7 @@ def test_a_masked_parameter_is_an_ordinary_one_to_what_looks_at_it():
 
 def test_a_module_may_checkpoint_over_its_own_parameter_after_the_budget_is_spent():
     model = sparsify(Model(IN_FORWARD["checkpointed"]), 2, steps=1, exclude_modules=["norm"])
-    optimizer = torch.optim.SGD([model.sparse_values], lr=0.01)
-    for _ in range(3):
-        model(torch.arange(6)).backward()
-        optimizer.step()
+    descend(model, [torch.arange(6)] * 3)
 
 
 def test_buffers_can_still_be_resized_in_place():

@@ -237,14 +237,6 @@ def test_what_a_quantized_weight_cannot_do_is_refused_before_anything_changes(bu
     assert list(model.state_dict()) == keys
 
 
-def _repacked(model):
-    model.first.weight.quant_state.packing_format_for_cpu = True
-
-
-def _hooked(model):
-    model.first.forward = model.first.forward
-
-
 def _from_bitsandbytes(layer, **options):
     def spoil(model):
         model.first = getattr(pytest.importorskip("bitsandbytes").nn, layer)(6, 10, **options)
@@ -261,8 +253,16 @@ def _dynamic(model):
 @pytest.mark.parametrize(
     ("scheme", "spoil", "match"),
     [
-        ("nf4", _repacked, "repacked by bitsandbytes for evaluation.*load the model again"),
-        ("nf4", _hooked, "forward of its own.*load the model on one device"),
+        (
+            "nf4",
+            lambda model: setattr(model.first.weight.quant_state, "packing_format_for_cpu", True),
+            "repacked by bits",
+        ),
+        (
+            "nf4",
+            lambda model: setattr(model.first, "forward", model.first.forward),
+            "forward of its own.*on one device",
+        ),
         (None, _from_bitsandbytes("Linear4bit"), r"not quantized yet.*model\.to\(device\)"),
         (None, _from_bitsandbytes("Linear8bitLt", has_fp16_weights=True), "has_fp16_weights=False"),
         (None, _dynamic, "quantizes its input as well.*exclude_modules"),

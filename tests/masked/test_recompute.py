@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recorder import mask
+from oracle import model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -78,18 +78,16 @@ def saved_bytes(layer, activation):
 
 
 def test_a_layer_behind_an_activation_keeps_no_input():
-    layer = nn.Linear(IN, OUT)
-    mask(layer)
+    layer = sparsify_fully(nn.Linear(IN, OUT))
     assert saved_bytes(layer, F.gelu) == 0
     assert saved_bytes(layer, torch.sin) == 64 * IN * 4
 
 
 def gradient_of_weight(h, activation):
     torch.manual_seed(0)
-    layer = nn.Linear(IN, OUT)
-    recorder, tensors = mask(layer, "weight")
+    layer = sparsify_fully(nn.Linear(IN, OUT))
     layer(activation(h)).sin().sum().backward()
-    return recorder.dense(tensors["weight"]), layer
+    return model_gradients(layer)["weight"], layer
 
 
 @pytest.mark.parametrize("name", AGAIN)
@@ -108,9 +106,7 @@ class OwnNorm(nn.LayerNorm):
 
 
 def test_behind_a_layer_norm_the_input_is_kept_only_where_its_eps_is_not_known(h):
-    known, own, frozen = nn.LayerNorm(IN, eps=0.1), OwnNorm(IN), nn.LayerNorm(IN)
-    mask(known)
-    mask(own)
+    known, own, frozen = sparsify_fully(nn.LayerNorm(IN, eps=0.1)), sparsify_fully(OwnNorm(IN)), nn.LayerNorm(IN)
     x = known(h)
     assert torch.equal(recomputable(x)(), x)
     assert recomputable(own(h)) is None

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from recorder import mask
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sparsify import MaskedEmbedding, MaskedLinear, desparsify, get_engine, optimizer_stepped, sparsify
 from sparsify import summary as summary_of
-from sparsify.core.install import unmark
 from sparsify.masked.conv1d import MaskedConv1D
 from sparsify.masked.recompute import MaskedLayerNorm
 from sparsify.masked.swap import MaskedParameterList
@@ -36,10 +34,6 @@ def case(request):
     return make(), masked_class
 
 
-def an_input(module):
-    return torch.tensor([1, 2]) if isinstance(module, nn.Embedding) else torch.randn(2, DIM)
-
-
 def held_by(module):
     """What a module holds, one level deep: parameters, buffers, hooks, attributes."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
@@ -47,16 +41,15 @@ def held_by(module):
 
 def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_behind(case):
     module, masked_class = case
-    plain_class, x, before = type(module), an_input(module), held_by(module)
-    unmark(module)
-    assert held_by(module) == before, "a plain module"
+    plain_class, x, before, model = type(module), torch.randn(2, DIM), held_by(module), nn.Sequential(module)
+    x = torch.tensor([1, 2]) if isinstance(module, nn.Embedding) else x
     expected, parameters = module(x), dict(module.named_parameters())
-    mask(module)
+    sparsify(model, 1, "pafi")
     assert type(module) is masked_class
     assert isinstance(module, plain_class)
     assert all(module.get_parameter(name) is parameter for name, parameter in parameters.items())
-    assert torch.equal(module(x), expected)
-    unmark(module)
+    assert torch.equal(model(x), expected)
+    desparsify(model)
     assert type(module) is plain_class
     assert held_by(module) == before
     assert torch.equal(module(x), expected)

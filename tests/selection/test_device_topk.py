@@ -2,18 +2,19 @@
 
 import copy
 import gc
+import math
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, loss_of, train
+from models import ARCHITECTURES, build, loss_of, sparsified, train
 from oracle import unmasked_sets
 from products import seeded
 from twins import Twins
 
-from sparsify import D3, Fisher, get_engine, kernels, sparsify
+from sparsify import D3, SNIP, Fisher, get_engine, kernels, sparsify
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
@@ -36,14 +37,18 @@ def like_a_gpu(request, device, monkeypatch):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Tensors of a few entries come in several parts, with cuts between them, and so do products."""
+    monkeypatch.setattr("sparsify.selection.small.LARGEST", 8)
     monkeypatch.setattr(screening, "MOST_MULTIPLIED", 60)
     monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
     monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)
     monkeypatch.setattr(device_topk, "SMALLEST_CUT", 1)
+    monkeypatch.setattr("sparsify.core.topk.BLOCK_ENTRIES", 7)
+    monkeypatch.setattr("sparsify.core.topk.SMALLEST_CUT", 1)
 
 
 SHAPES = st.lists(st.sampled_from([(1, 1), (1, 7), (5, 3), (1, 200), (30, 4)]), min_size=1, max_size=4)
-IMPORTANCES = st.sampled_from([D3(), D3(exp=0), Fisher(), D3(eps=1e-30)])  # the last overflows where a weight is zero
+# whose scores both forms round alike; the last overflows where a weight is zero
+IMPORTANCES = st.sampled_from([D3(), D3(exp=0), D3(exp=1, eps=1e-3), Fisher(), SNIP(), D3(eps=1e-30)])
 
 
 def a_tensor(shape, generator, random):
@@ -59,13 +64,25 @@ def a_tensor(shape, generator, random):
     return weight, grad.bfloat16() if random.random() < 0.3 else grad, rows
 
 
+def plain_sort(tensors, importance, size):
+    """Global ids and gradients of the best entries with a positive finite score, as plainly as can be."""
+    entries = []
+    for weight, grad, rows, offset in tensors:
+        rows = torch.arange(len(weight)) if rows is None else rows
+        ids = offset + rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1])
+        parts = -importance.score(weight[rows], grad.float()), ids, grad.float()
+        entries += zip(*(part.flatten().tolist() for part in parts), strict=True)
+    best = sorted(entry for entry in entries if -math.inf < entry[0] < 0)[:size]
+    return [id for _, id, _ in best], [grad for *_, grad in best]
+
+
 @pytest.mark.usefixtures("like_a_gpu", "small_parts")
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     SHAPES, st.integers(1, 30), st.integers(0, 999), IMPORTANCES,
     st.sampled_from([None, None, torch.nan, torch.inf, -torch.inf]), st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, importance, bad, random):
+def test_the_winners_are_a_plain_sorts_in_any_number_of_parts_and_order(shapes, size, seed, importance, bad, random):
     generator = seeded(seed)
     tensors, offset = [], 0
     for shape in shapes:
@@ -73,21 +90,25 @@ def test_the_winners_are_the_topks_in_any_number_of_parts(shapes, size, seed, im
         offset += tensors[-1][0].numel()
     if bad is not None:
         tensors[-1][1][0, 0] = bad
+    weights = torch.cat([weight.reshape(-1) for weight, *_ in tensors])
     random.shuffle(tensors)
-    expected = TopK(size, torch.float32, torch.get_default_device())
+    ids, grads = plain_sort(tensors, importance, size)
+    for dtype in (torch.float32, torch.float64):  # that of a model with a tensor in float64
+        host = TopK(size, dtype, torch.get_default_device())
+        for tensor in tensors:
+            host.offer(importance, *tensor)
+        assert host.finite == (bad is None)
+        assert (host.winners().ids.tolist(), host.winners().grads.tolist()) == (ids, grads)
     topk = DeviceTopK(size, offset, torch.float32, torch.get_default_device())
     assert topk.winners().ids.tolist() == [-1] * size, "nothing seen"
     for tensor in tensors:
-        expected.offer(importance, *tensor)
         topk.offer(importance, *tensor)
-    found = len(expected.winners().ids)
-    weights = torch.cat([weight.reshape(-1) for weight, *_ in sorted(tensors, key=lambda tensor: tensor[-1])])
     assert bool(topk.finite) == (bad is None)
     for _ in range(2):  # asked twice
         winners = topk.winners()
-        assert winners.ids.tolist() == expected.winners().ids.tolist() + [-1] * (size - found)
-        assert winners.grads[:found].tolist() == expected.winners().grads.tolist()
-        assert winners.weights[:found].tolist() == weights[winners.ids[:found]].tolist()
+        assert winners.ids.tolist() == ids + [-1] * (size - len(ids))
+        assert winners.grads[: len(ids)].tolist() == grads
+        assert winners.weights[: len(ids)].tolist() == weights[winners.ids[: len(ids)]].tolist()
 
 
 def test_the_best_of_several_devices_are_selected(like_a_gpu):
@@ -114,8 +135,7 @@ def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
 
 
 def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
-    model, batches = build("mlp")
-    sparsify(model, BUDGET, "id3", steps=STEPS)
+    model, batches = sparsified("mlp", BUDGET, "id3", steps=STEPS)
     (loss_of(model, batches[0]) * torch.inf).backward()
     assert not model.sparse_values.grad.isfinite().any()
     assert get_engine(model).unmasked == 0

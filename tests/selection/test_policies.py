@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, loss_of, train
+from models import build, loss_of, sparsified, train
 
 from sparsify import D3, SNIP, Increment, Repeat, Strategy, get_engine, register_importance, sparsify
 
@@ -43,8 +43,7 @@ def test_weights_without_a_finite_score_and_snip_on_zeros_are_warned_of():
 
 @pytest.mark.filterwarnings("error")
 def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():
-    model, batches = build("mlp")
-    sparsify(model, 20, Strategy(D3(), Increment()), steps=3)
+    model, batches = sparsified("mlp", 20, Strategy(D3(), Increment()), steps=3)
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     for batch, factor in zip(batches[:6], (0, 1, 1, 1, 0, 1), strict=True):
         optimizer.zero_grad()
@@ -56,7 +55,6 @@ def test_no_warning_without_a_gradient_or_after_the_budget_is_unmasked():
 @pytest.mark.filterwarnings("error")
 def test_gradients_that_overflow_are_not_blamed_on_the_importance():
     movement = register_importance("test-policy-movement")(lambda weight, grad: (weight * grad).abs())
-    model, batches = build("mlp")
-    sparsify(model, 20, Strategy(movement, Increment()), steps=3)
+    model, batches = sparsified("mlp", 20, Strategy(movement, Increment()), steps=3)
     (loss_of(model, batches[0]) * torch.inf).backward()
     assert get_engine(model).unmasked == 0

@@ -150,11 +150,7 @@ def test_a_step_without_a_gradient_is_no_step(mlp):
 
 
 WRITES = {"scale": lambda v: v.mul_(100.0), "signs": lambda v: v.neg_(), "order": lambda v: v.copy_(v.flip(0))}
-READS = {
-    "forward": loss_of,
-    "state dict": lambda m, _: m.state_dict(),
-    "refresh": lambda m, _: get_engine(m).refresh(),
-}
+READS = {"forward": loss_of, "state dict": lambda m, _: m.state_dict(), "refresh": lambda m, _: get_engine(m).refresh()}
 
 
 @pytest.mark.parametrize("read", READS)
@@ -225,7 +221,6 @@ def live_storages():
 
 
 def test_after_a_step_nothing_as_large_as_a_weight_lives_beyond_the_weights():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(500, 128), nn.Linear(128, 256), nn.LayerNorm(256), nn.Linear(256, 128))
     sparsify(model, 100, steps=5)
     optimizer = torch.optim.AdamW([model.sparse_values], lr=1e-3)

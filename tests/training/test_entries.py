@@ -1,65 +1,13 @@
-"""Entries: in order of unmasking in the state, by tensor and index in the view, and what is wrong with damaged ones."""
+"""What is wrong with damaged entries of a state."""
 
 import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
-from sparsify.core.entries import count_by_tensor
 from sparsify.training.entries import BUFFERS
-from sparsify.training.entries import ModelEntries as Entries
-
-SIZES, CAPACITY = [5, 7, 1, 6], 12
-
-
-def filled(*groups):
-    """Entries of a root, added group by group of global ids; the base value of an id is the id."""
-    entries = Entries(nn.Module(), SIZES)
-    entries.register(CAPACITY, torch.float32, torch.float32, torch.device("cpu"))
-    for group in groups:
-        ids = torch.tensor(group, dtype=torch.int64)
-        entries.append(ids, ids.float(), count_by_tensor(ids, entries.ends).tolist())
-    return entries
-
-
-@given(st.permutations(range(sum(SIZES))), st.lists(st.integers(0, 4), max_size=3))
-def test_the_slot_of_an_entry_is_its_position_and_the_view_is_by_tensor_and_index(order, numbers):
-    groups, start = [], 0
-    for number in numbers:
-        groups.append(order[start : start + number])
-        start += number
-    entries = filled(*groups)
-    assert entries.ids.tolist() == order[:start]
-    assert entries.base.tolist() == order[:start]
-    for number, (offset, size) in enumerate(zip(entries.offsets, SIZES, strict=True)):
-        slots, indices = entries.of(number)
-        own = sorted(id for id in order[:start] if offset <= id < offset + size)
-        assert (indices + offset).tolist() == own
-        assert entries.ids[slots].tolist() == own
-        assert entries.counts[number] == len(own)
-    assert entries.count == start
-    assert entries.problem() is None
-
-
-def test_what_else_writes_into_the_buffers_is_seen():
-    entries, other = filled([3, 17]), filled([3, 17, 9])
-    assert not entries.catch_up()
-    for own, new in zip(entries.root.buffers(), filled([3, 17]).root.buffers(), strict=True):
-        own.copy_(new)
-    assert not entries.catch_up(), "they are the same"
-    for own, new in zip(entries.root.buffers(), filled([3, 9]).root.buffers(), strict=True):
-        own.copy_(new)
-    assert entries.catch_up(), "as many, and others"
-    for own, new in zip(entries.root.buffers(), other.root.buffers(), strict=True):
-        own.copy_(new)
-    assert entries.catch_up()
-    entries.read()
-    assert entries.ids.tolist() == [3, 17, 9]
-    assert not copy.deepcopy(entries).catch_up()
 
 
 def write_ids(state, *ids):

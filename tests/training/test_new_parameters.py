@@ -5,7 +5,7 @@ import copy
 import models
 import pytest
 import torch
-from deltas import bits, lora_recipes, set_initial, with_recipes
+from deltas import lora_recipes, set_initial, unchanged, with_recipes
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertForSequenceClassification, BertModel
@@ -52,10 +52,8 @@ def logits(model):
 
 def assert_goes_onto(base, delta, model):
     """The delta makes the model of a base with other initial values, and leaves nothing behind."""
-    before = bits(base)
-    assert torch.equal(logits(delta.apply(base)), logits(model))
-    delta.revert(base)
-    assert bits(base) == before
+    with unchanged(base), delta.applied(base):
+        assert torch.equal(logits(base), logits(model))
 
 
 @pytest.mark.parametrize("extend", [lora, pfeiffer])
@@ -115,11 +113,9 @@ def test_a_wrong_recipe_is_an_error_and_changes_nothing(drawn):
     delta = copy.deepcopy(drawn[0])
     name = next(name for name in delta.tensors if "lora_A" in name)
     object.__setattr__(delta.tensors[name], "initializer", InitializerRecipe("uniform", 32**-0.5, seed=1))
-    base = lora(bert(), seed=2)
-    before = bits(base)
-    with pytest.raises(BaseMismatchError, match=f"`{name}` is drawn from a seed, and what is drawn here is not what"):
+    base, message = lora(bert(), seed=2), f"`{name}` is drawn from a seed, and what is drawn here is not what"
+    with unchanged(base), pytest.raises(BaseMismatchError, match=message):
         delta.apply(base)
-    assert bits(base) == before
 
 
 def test_a_recipe_beyond_its_dtype_is_refused():
@@ -139,16 +135,12 @@ def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
         overlap(delta, delta)
 
 
-@pytest.mark.parametrize(
-    ("make", "pattern"),
-    [
-        (lambda: lora(bert(), use_dora=True), "lora_"),
-        (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
-        (lambda: pfeiffer(bert()), "adapters.default"),
-        (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
-    ],
-    ids=["dora", "embedding", "adapters", "prefix"],
-)
+@pytest.mark.parametrize(("make", "pattern"), [
+    (lambda: lora(bert(), use_dora=True), "lora_"),
+    (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
+    (lambda: pfeiffer(bert()), "adapters.default"),
+    (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
+], ids=["dora", "embedding", "adapters", "prefix"])  # fmt: skip
 def test_parameters_of_peft_and_adapters_are_found_and_no_others(make, pattern):
     model = make()
     names = [name for name, _ in model.named_parameters() if pattern in name or "modules_to_save" in name]

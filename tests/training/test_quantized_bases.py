@@ -15,7 +15,6 @@ from sparsify.training.plan import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
 pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
-pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 STEPS = 4
 

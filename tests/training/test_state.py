@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from deltas import bits
+from deltas import bits, unchanged
 from models import Extended, build
 from models import run_steps as run
 from oracle import unmasked_sets
@@ -119,11 +119,10 @@ def test_weights_of_another_base_are_refused_and_nothing_is_loaded(nested):
     models = [sparsify(build("mlp", seed=seed)[0], 20, steps=4) for seed in (0, 1)]
     for model in models:
         run(model, build("mlp")[1][:2])
-    before = bits(models[1])
     first, second = ([nn.ModuleDict({"inner": model}) for model in models]) if nested else models
-    with pytest.raises(BaseMismatchError, match="has other pretrained values than the model that this checkpoint"):
+    message = "has other pretrained values than the model that this checkpoint"
+    with unchanged(models[1]), pytest.raises(BaseMismatchError, match=message):
         second.load_state_dict(trained_state(first))
-    assert bits(models[1]) == before
     run(models[1], build("mlp")[1][2:4])
 
 
@@ -138,14 +137,10 @@ def test_a_model_in_another_dtype_is_refused_unless_its_values_are_the_same():
 
 def test_a_part_of_a_state_dict_is_no_trained_state():
     model = sparsify(build("mlp")[0], 20, "pafi", modules_to_save=["head"])
-    state = dict(model.state_dict())
-    del state["first.weight"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.weight"'):
-        model.load_state_dict(state)
-    state = trained_state(model)
-    del state["head.weight"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.weight"'):
-        model.load_state_dict(state)
+    for state, name in ((dict(model.state_dict()), "first.weight"), (trained_state(model), "head.weight")):
+        del state[name]
+        with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{name}"'):
+            model.load_state_dict(state)
 
 
 def test_save_pretrained_says_that_it_writes_no_delta(tmp_path):
@@ -176,14 +171,14 @@ class Parts(nn.Module):
 IDS = torch.arange(9).view(3, 3)
 
 
-def parts(strategy="id3", trained=3, seed=0):
+def parts(strategy="id3", trained=3, seed=0, ids=IDS):
     """A plain model, and the same one in training."""
     torch.manual_seed(seed)
     plain = Parts()
     model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
     optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
     for _ in range(trained):
-        model(IDS).square().sum().backward()
+        model(ids).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return plain, model, optimizer
@@ -235,10 +230,10 @@ def test_merged_weights_loaded_into_a_part_go_on_with_the_same_delta():
 @pytest.mark.parametrize("name", ["", "body"])
 def test_a_load_among_the_base_weights_is_refused_and_changes_nothing(name):
     _, model, _ = parts()
-    state, before = copy.deepcopy(parts(seed=1)[1].get_submodule(name).state_dict()), bits(model)
-    with base_weights(model), pytest.raises(SparsifyError, match=r"load_state_dict\(\) inside base_weights\(\)"):
+    state = copy.deepcopy(parts(seed=1)[1].get_submodule(name).state_dict())
+    refused = pytest.raises(SparsifyError, match=r"load_state_dict\(\) inside base_weights\(\)")
+    with unchanged(model), base_weights(model), refused:
         model.get_submodule(name).load_state_dict(state)
-    assert bits(model) == before
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -256,10 +251,13 @@ def test_accelerates_loader_for_several_devices_brings_everything(strategy, insi
     assert bits(resumed) == bits(straight)
 
 
-def test_an_earlier_state_that_is_written_into_the_models_own_tensors_is_gone_back_to():
-    earlier, model = parts(trained=2)[1], parts(trained=5)[1]
+@pytest.mark.parametrize("options", [{"trained": 2}, {"trained": 5, "ids": IDS % 2}], ids=["earlier", "other ids"])
+def test_a_state_that_is_written_into_the_models_own_tensors_is_gone_back_to(options):
+    other, model = parts(**options)[1], parts(trained=5)[1]
+    assert unmasked_sets(other) != unmasked_sets(model)
     state = model.state_dict()
-    for name, value in earlier.state_dict().items():
+    for name, value in other.state_dict().items():
         state[name].copy_(value)  # as torch.distributed.checkpoint.load() does
     model.load_state_dict(state)
-    assert bits(model) == bits(earlier)
+    assert bits(model) == bits(other)
+    assert unmasked_sets(model) == unmasked_sets(other)

@@ -5,7 +5,7 @@ from html import unescape
 
 import pytest
 import torch
-from models import build, descend
+from models import descend, sparsified
 from models import train as train_model
 from torch import nn
 
@@ -23,7 +23,6 @@ SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bi
 @pytest.fixture
 def model():
     """An embedding with a padding row, a layer, a norm, and a head that is trained dense."""
-    torch.manual_seed(0)
     layers = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
     return sparsify(layers, BUDGET, steps=STEPS, modules_to_save=["3"])
 
@@ -159,19 +158,15 @@ def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified():
 
 STRATEGIES = ["id3", "pafi", "random", "bitfit", Strategy(D3(), Repeat())]
 SCHEDULES = [Schedule(every=4), Schedule("cubic", until=0.5), "cosine"]
+RUNS = [*((each, "uniform") for each in STRATEGIES), *(("id3", each) for each in SCHEDULES)]
 
 
 def trained(strategy="id3", steps=3, planned=6, **options):
-    model, batches = build("mlp")
-    sparsify(model, None if strategy == "bitfit" else 30, strategy, steps=planned, **options)
+    model, batches = sparsified("mlp", None if strategy == "bitfit" else 30, strategy, steps=planned, **options)
     return train_model(model, batches[:steps])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "schedule"),
-    [*((each, "uniform") for each in STRATEGIES), *(("id3", each) for each in SCHEDULES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("strategy", "schedule"), RUNS, ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 8])
 def test_an_honest_run_is_verified_at_any_step(strategy, schedule, steps):
     found = summary(trained(strategy, steps, schedule=schedule), verify=True)
@@ -206,8 +201,7 @@ def test_a_cast_model_cannot_be_verified_and_says_so():
 
 
 def test_entries_that_wait_for_a_gradient_are_reported():
-    model, batches = build("mlp")
-    sparsify(model, 30, "id3", steps=1, target_modules=["first"])
+    model, batches = sparsified("mlp", 30, "id3", steps=1, target_modules=["first"])
     with torch.no_grad():
         model.second.weight.zero_()  # nothing behind it has a gradient any more
     model._sparsify_engine.base_digests.pop("second.weight")

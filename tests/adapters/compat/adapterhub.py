@@ -84,9 +84,6 @@ def logits(model, batch):
         return model.eval()(**batch).logits
 
 
-# Ours and theirs
-
-
 @ours_and_theirs
 def test_names_shapes_initial_weights_and_what_is_trained_are_adapterhubs(name, kind):
     base, _ = build(name)
@@ -126,25 +123,13 @@ def test_each_library_loads_what_the_other_wrote(name, kind, tmp_path):
     ours = load_adapters(copy.deepcopy(base), tmp_path / "theirs")
     torch.testing.assert_close(logits(ours, batches[0]), logits(theirs, batches[0]), rtol=1e-12, atol=1e-12)
     save_adapters(ours, tmp_path / "ours")
-    assert_same_tensors(tmp_path / "ours" / "adapter.safetensors", tmp_path / "theirs" / "adapter.safetensors")
-    again = loaded_by_adapterhub(base, tmp_path / "ours")
-    assert torch.equal(logits(again, batches[0]), logits(theirs, batches[0]))
-
-
-def assert_same_tensors(left, right):
-    left, right = load_file(left), load_file(right)
+    left, right = (load_file(tmp_path / whose / "adapter.safetensors") for whose in ("ours", "theirs"))
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
-
-
-def loaded_by_adapterhub(base, folder):
-    model = copy.deepcopy(base)
-    adapters.init(model)
-    model.load_adapter(str(folder), use_safetensors=True, set_active=True)
-    return model
-
-
-# Theirs, sparsified
+    again = copy.deepcopy(base)
+    adapters.init(again)
+    again.load_adapter(str(tmp_path / "ours"), use_safetensors=True, set_active=True)
+    assert torch.equal(logits(again, batches[0]), logits(theirs, batches[0]))
 
 
 @every_method

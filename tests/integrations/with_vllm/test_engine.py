@@ -44,21 +44,15 @@ def test_damaged_doubled_reordered_and_foreign_updates_change_nothing(serve, tmp
     engine.send(run.publisher.snapshot())
     update, later, last = (run.step().publisher.update() for _ in range(3))
     engine.send(update)
-    before, damaged, other_base = (
-        engine.answers(),
-        bytearray(bytes(later)),
-        Run(save("Llama", tmp_path / "other", seed=1)),
-    )
+    before, damaged = engine.answers(), bytearray(bytes(later))
     damaged[-3] ^= 1
+    other_base = Run(save("Llama", tmp_path / "other", seed=1)).step().publisher.update().snapshot()
     for message, problem in [
         (damaged, "DeltaFormatError: this is no update that can be used"),
         (update, "StaleUpdateError: this is version 1 of this run"),
         (last, "MissingUpdateError: this update makes version 3 from version 2"),
         (Run(tmp_path).step().publisher.update(), "MissingUpdateError.* of another run"),
-        (
-            other_base.step().publisher.update().snapshot(),
-            "BaseMismatchError: tensor `.*` does not hold the values that the delta was",
-        ),
+        (other_base, "BaseMismatchError: tensor `.*` does not hold the values that the delta was"),
     ]:
         with pytest.raises(SparsifyError, match=problem):
             engine.send(message)
