@@ -5,18 +5,15 @@ from ``model.parameters()``, or from an attribute of a module.
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsify.core.taps import ReadParameters, tap
 
-_TENSORS: Any = WeakIdKeyDictionary()  # parameter -> weak reference to its masked tensor
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
 # methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
 _OF_ITSELF = {
@@ -30,6 +27,11 @@ _OF_ITSELF = {
 class MaskedParameter(nn.Parameter):
     """A masked parameter, given this class in place: autograd records operations on its taps."""
 
+    masked_tensor: Any = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.data, self.requires_grad)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -38,13 +40,15 @@ class MaskedParameter(nn.Parameter):
         traced = torch.compiler.is_dynamo_compiling()
         if not traced and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(cls, *args)  # nn.Parameter(parameter) insists on one of its own class
-        if traced or not torch.is_grad_enabled() or not _is_recorded(func, args):
+        if not torch.is_grad_enabled() or not _is_recorded(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         taps: list[tuple[Any, MaskedParameter]] = []
 
         def tapped(parameter: MaskedParameter) -> Any:
-            tensor = _TENSORS[parameter]() if parameter in _TENSORS else None
+            tensor = parameter.masked_tensor
+            if tensor is not None and traced:
+                return tensor.collector.compiled.tap(tensor, parameter)
             read = parameter.detach() if tensor is None else tap(parameter, tensor)
             if tensor is not None and read.grad_fn is not None and not tensor.collector.in_forward:
                 read.register_hook(lambda _: tensor.collector.warn_of_read(tensor))  # fully_shard() only looks at it
@@ -59,13 +63,23 @@ class MaskedParameter(nn.Parameter):
 
 def _is_recorded(func: Callable[..., Any], args: Any) -> bool:
     """Whether autograd records what a function computes of its arguments."""
+    kind = _kind(func)
+    return kind == "recorded" or (kind == "in place" and not isinstance(args[0], MaskedParameter))
+
+
+def _kind(func: Callable[..., Any]) -> str:
     name, is_operator = func.__name__, func.__name__.startswith("__")
     if name in ("__get__", "__set__", "__delete__"):
-        return name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
+        is_view = name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
+        return "recorded" if is_view else "of itself"
     if name in _OF_ITSELF or name.startswith("is_") or (name.startswith("_") and not is_operator):
-        return False
+        return "of itself"
     in_place = name.startswith(("__i", "__set")) if is_operator else name.endswith("_")
-    return not (in_place and isinstance(args[0], MaskedParameter))
+    return "in place" if in_place else "recorded"
+
+
+# as torch.compiler.assume_constant_result() does, which imports the compiler
+_kind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class FollowedParameters(ReadParameters):
@@ -77,10 +91,11 @@ class FollowedParameters(ReadParameters):
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter
         if type(parameter) is MaskedParameter:
-            _TENSORS[parameter] = weakref.ref(tensor)
+            parameter.masked_tensor = tensor
 
     def plain(self) -> dict[str, Any]:
         for parameter in self.values():
             if type(parameter) is MaskedParameter:
+                del parameter.masked_tensor
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         return super().plain()

@@ -56,19 +56,22 @@ class CompiledGraphs:
         return CompiledGraphs(self._step).__dict__  # a copy of the model starts with no open graph
 
     def linear(self, module: Any, x: Tensor, transposed: bool) -> Tensor:
-        weight, bias = (_frozen(module, attribute) for attribute in ("weight", "bias"))
-        dtype, tensors = autocast_dtype(x), masked_tensors(module)
+        (weight, of_weight), (bias, of_bias) = (_frozen(module, attribute) for attribute in ("weight", "bias"))
+        dtype = autocast_dtype(x)
         if dtype is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             kind = "transposed" if transposed else "linear"
-            return self._use(kind, x, weight, bias, tensors.get("weight"), tensors.get("bias"))
+            return self._use(kind, x, weight, bias, of_weight, of_bias)
 
     def embedding(self, module: Any, ids: Tensor) -> Tensor:
-        return self._use("embedding", ids, _frozen(module, "weight"), None, masked_tensors(module).get("weight"), None)
+        weight, tensor = _frozen(module, "weight")
+        return self._use("embedding", ids, weight, None, tensor, None)
 
     def tap(self, tensor: ModelTensor, parameter: Tensor) -> Tensor:
-        return self._use("tap", None, parameter.detach(), None, tensor, None)
+        read: Any = self._use("tap", None, parameter.detach(), None, tensor, None)
+        read._is_param = True  # as in core/taps.py
+        return read
 
     def _use(self, kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
         """Computes a layer, in an operator where a gradient may be collected for its weight or bias, now or later."""
@@ -143,7 +146,9 @@ class CompiledGraphs:
         self._kept = False
 
 
-def _frozen(module: Any, attribute: str) -> Any:
-    """Returns a parameter, detached if it is masked."""
-    parameter = module._parameters.get(attribute)
-    return parameter.detach() if attribute in masked_tensors(module) else parameter
+def _frozen(module: Any, attribute: str) -> tuple[Any, Any]:
+    """Returns a parameter, detached, and its masked tensor; without one where it has none, or is in another's place."""
+    parameter, tensor = module._parameters.get(attribute), masked_tensors(module).get(attribute)
+    if tensor is None or parameter is not tensor.parameter:
+        return parameter, None
+    return parameter.detach(), tensor

@@ -43,6 +43,13 @@ def functional(module, **replaced):
     return lambda hidden: functional_call(module, replaced, (hidden,))
 
 
+def eagerly(function):
+    """A frame that the compiler leaves, and whose calls it may compile one by one."""
+    for _ in range(1):
+        torch._dynamo.graph_break()
+        return function()
+
+
 IN_FORWARD = {
     "attribute": lambda m, h: h @ m.table.weight.T,
     "get_parameter": lambda m, h: h @ m.get_parameter("layer.weight"),
@@ -55,6 +62,7 @@ IN_FORWARD = {
     "norm": lambda m, h: functional(m.norm, weight=m.norm.weight * m.scale)(h),
     "own parameters": lambda m, h: functional(m.layer, **dict(m.layer.named_parameters()))(h),
     "checkpointed": lambda m, h: checkpoint(lambda x: x * m.scale, h, use_reentrant=False),
+    "in code that is not compiled": lambda m, h: eagerly(lambda: h * m.norm.weight + squares(m.layer.parameters())),
 }
 OUTSIDE = {
     "loss with the table as head": lambda m, ids: (m.hidden(ids) @ m.table.weight.T).square().sum(),
@@ -70,10 +78,13 @@ CALLS |= {name: (None, loss) for name, loss in OUTSIDE.items()}
 
 @pytest.mark.filterwarnings("ignore:.*was read outside")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_weight_has_plain_torchs_gradient_wherever_it_is_read(name):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_has_plain_torchs_gradient_wherever_it_is_read(name, compiled):
     rule, loss = CALLS[name]
     plain = Model(rule).double()
     masked, ids = sparsify_fully(copy.deepcopy(plain)), torch.arange(6)
+    if compiled:
+        masked.compile(backend="aot_eager")
     parameters = dict(masked.named_parameters())
     for model in (plain, masked):
         loss(model, ids).backward()
