@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsify.core.taps import ReadParameters, tap
@@ -62,10 +62,11 @@ def _is_recorded(func: Callable[..., Any], args: Any) -> bool:
     name, is_operator = func.__name__, func.__name__.startswith("__")
     if name in ("__get__", "__set__", "__delete__"):
         return name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
-    if name in _OF_ITSELF or name.startswith("is_") or (name.startswith("_") and not is_operator):
+    is_private = name.startswith("_") and not (is_operator or name.startswith("_foreach_"))
+    if name in _OF_ITSELF or name.startswith("is_") or is_private:
         return False
     in_place = name.startswith(("__i", "__set")) if is_operator else name.endswith("_")
-    return not (in_place and isinstance(args[0], MaskedParameter))
+    return not (in_place and any(isinstance(own, MaskedParameter) for own in tree_leaves(args[0])))
 
 
 class FollowedParameters(ReadParameters):

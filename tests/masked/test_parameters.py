@@ -62,6 +62,7 @@ OUTSIDE = {
     "penalty before the forward": lambda m, ids: squares([*m.layer.parameters(), m.scale]) + m(ids),
     "distance": lambda m, ids: m(ids) + (torch.cat([m.scale, m.layer.bias]) - 1).abs().sum(),
     "in place": lambda m, ids: m(ids) * torch.ones(DIM).double().add_(m.scale).sum(),
+    "lists": lambda m, ids: m(ids) + sum(torch._foreach_norm([m.layer.weight, m.scale])),
     "part of its forward": lambda m, ids: m.norm(m.table(ids)).square().sum(),
 }
 CALLS = {**{name: (rule, lambda m, ids: m(ids)) for name, rule in IN_FORWARD.items()}}
