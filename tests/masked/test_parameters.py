@@ -125,6 +125,9 @@ def test_a_masked_parameter_is_an_ordinary_one_to_what_looks_at_it():
     assert len(file.getvalue()) < 5000, "the model came along"
     file.seek(0)
     assert type(torch.load(file)[0]) is nn.Parameter
+    torch.save(model.layer, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(torch.ones(1, DIM)).equal(model.layer(torch.ones(1, DIM)))
     assert type(desparsify(model).layer.weight) is nn.Parameter
 
 
