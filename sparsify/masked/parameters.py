@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsify.core.taps import ReadParameters, tap
 
@@ -64,7 +64,9 @@ class MaskedParameter(nn.Parameter):
 def _is_recorded(func: Callable[..., Any], args: Any) -> bool:
     """Whether autograd records what a function computes of its arguments."""
     kind = _kind(func)
-    return kind == "recorded" or (kind == "in place" and not isinstance(args[0], MaskedParameter))
+    if kind == "in place":
+        return not any(isinstance(own, MaskedParameter) for own in tree_leaves(args[0]))
+    return kind == "recorded"
 
 
 def _kind(func: Callable[..., Any]) -> str:
@@ -72,7 +74,8 @@ def _kind(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         is_view = name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
         return "recorded" if is_view else "of itself"
-    if name in _OF_ITSELF or name.startswith("is_") or (name.startswith("_") and not is_operator):
+    is_private = name.startswith("_") and not (is_operator or name.startswith("_foreach_"))
+    if name in _OF_ITSELF or name.startswith("is_") or is_private:
         return "of itself"
     in_place = name.startswith(("__i", "__set")) if is_operator else name.endswith("_")
     return "in place" if in_place else "recorded"

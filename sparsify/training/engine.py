@@ -21,7 +21,7 @@ from sparsify.common.shards import is_fully_sharded
 from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.optimizer import listen, parameters_of
+from sparsify.core.optimizer import listen
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
@@ -77,7 +77,6 @@ class Engine(TrainingStep):
         self.weights, self.streams = EffectiveWeights(self, plan.tensors, entries), Streams()
         self._selected_from = 0  # slot of the first entry that the step in progress has unmasked
         self._had_dropped = False  # whether the model that this is a copy of had dropped that step's gradient
-        self._trained = 0  # how many parameters the optimizer trained in its last step
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
@@ -312,10 +311,7 @@ class Engine(TrainingStep):
             self.compiled.step_done()
             super().optimizer_stepped()
         if optimizer is not None and not torch.compiler.is_dynamo_compiling():
-            trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer))
-            if trained != self._trained:
-                self._trained = trained
-                self.source.warn_of_unheld()
+            optimizer_steps.warn_of_late(self, optimizer)
 
     def write(self) -> None:
         self.weights.write()

@@ -50,6 +50,7 @@ _STEPS = Begun()  # a _Step each
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 _GRADIENTS: _Gradients = weakref.WeakKeyDictionary()
+_TRAINED: weakref.WeakKeyDictionary[TrainingStep, int] = weakref.WeakKeyDictionary()  # parameters in the last step
 
 SORTED = (
     "the entries were loaded from an adapter, which does not keep their order, and the optimizer's state is of another "
@@ -174,6 +175,14 @@ def warn_of_unreached(step: TrainingStep) -> None:
         warnings.warn(f"{found}: {listed(names)}. {text}", stacklevel=2)
 
 
+def warn_of_late(step: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of what trains and is in no delta, whenever the optimizer trains another number of parameters."""
+    trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer))
+    if trained != _TRAINED.get(step):
+        _TRAINED[step] = trained
+        step.source.warn_of_unheld()
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     steps = listening()
     if not steps or torch.compiler.is_dynamo_compiling():
@@ -191,6 +200,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             vars(step).update(was_sorted=False)
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
+            elif hasattr(step, "source") and any(each.grad is not None for each in parameters):
+                warn_of_late(step, optimizer)  # only other parameters train, as those of another adapter of PEFT
             if (noted := _GRADIENTS.pop(step, None)) is not None:
                 gradients[step] = noted
         elif step.passes:

@@ -47,7 +47,8 @@ def eagerly(function):
     """A frame that the compiler leaves, and whose calls it may compile one by one."""
     for _ in range(1):
         torch._dynamo.graph_break()
-        return function()
+        result = function()
+    return result
 
 
 IN_FORWARD = {
@@ -70,6 +71,7 @@ OUTSIDE = {
     "penalty before the forward": lambda m, ids: squares([*m.layer.parameters(), m.scale]) + m(ids),
     "distance": lambda m, ids: m(ids) + (torch.cat([m.scale, m.layer.bias]) - 1).abs().sum(),
     "in place": lambda m, ids: m(ids) * torch.ones(DIM).double().add_(m.scale).sum(),
+    "lists": lambda m, ids: m(ids) + sum(torch._foreach_norm([m.layer.weight, m.scale])),
     "part of its forward": lambda m, ids: m.norm(m.table(ids)).square().sum(),
 }
 CALLS = {**{name: (rule, lambda m, ids: m(ids)) for name, rule in IN_FORWARD.items()}}
@@ -135,6 +137,9 @@ def test_a_masked_parameter_is_an_ordinary_one_to_what_looks_at_it():
     assert len(file.getvalue()) < 5000, "the model came along"
     file.seek(0)
     assert type(torch.load(file)[0]) is nn.Parameter
+    torch.save(model.layer, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(torch.ones(1, DIM)).equal(model.layer(torch.ones(1, DIM)))
     assert type(desparsify(model).layer.weight) is nn.Parameter
 
 

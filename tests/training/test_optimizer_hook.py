@@ -158,6 +158,20 @@ def test_what_trains_later_and_is_in_no_delta_is_named_once():
         model.bert.embeddings.position_embeddings.requires_grad_(True)
 
 
+def test_an_adapter_that_trains_alone_is_named_once():
+    peft = pytest.importorskip("peft")
+    model, batches = build("bert")
+    model = sparsify(peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])), BUDGET, steps=STEPS)
+    model.add_adapter("second", peft.LoraConfig(target_modules=["value"]))
+    model.set_adapter("second")
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    with pytest.warns(UserWarning, match=r"value\.lora_A\.second.* can train, but no delta holds them"):
+        step(model, batches[0], optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(model, batches[0], optimizer)
+
+
 def test_one_of_several_optimizers_may_hold_the_flat_delta():
     model, batches = built()
     layer = torch.optim.SGD(model.bert.encoder.layer[0].parameters(), lr=0.1)
