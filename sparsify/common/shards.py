@@ -1,16 +1,20 @@
-"""Entries of weights that FSDP2 (``fully_shard``) shards by rows; every other weight is read and written directly."""
+"""Entries of weights that are DTensors: sharded by FSDP2 (``fully_shard``), tensor-parallel, or both.
+
+What a rank holds of a weight is a *block* of it; an entry's index is that in the whole weight. Every other weight is
+read and written directly.
+"""
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from sparsify.core.devices import put
 from sparsify.errors import SparsifyError
-
-SHARDS = -1  # the dimension of a mesh over which rows are sharded; hybrid ones have copies over another, before it
-
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
@@ -35,22 +39,68 @@ def full_values(parameter: Tensor) -> Tensor:
     return values.full_tensor() if is_shard(parameter) else values
 
 
+@dataclass(frozen=True)
+class Block:
+    """What this rank holds of a tensor: so many (``sizes``) in each dimension of its ``shape``, from ``starts`` on."""
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Places (n,) in the block of flat indices (n,) of the whole tensor, 0 for others; and which are in it."""
+        own, places = torch.ones_like(indices, dtype=torch.bool), torch.zeros_like(indices)
+        for whole, start, size, stride, _ in self._dimensions():
+            place = indices % whole - start
+            indices = indices.div(whole, rounding_mode="floor")
+            own &= (place >= 0) & (place < size)
+            places += place * stride
+        return places.where(own, 0), own
+
+    def indices(self, places: Tensor) -> Tensor:
+        """Flat indices (n,) in the whole tensor of places (n,) in the block."""
+        indices = torch.zeros_like(places)
+        for _, start, size, _, stride in self._dimensions():
+            indices += (places % size + start) * stride
+            places = places.div(size, rounding_mode="floor")
+        return indices
+
+    def _dimensions(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """From the last one on: whole size, start and size, strides in the block and in the whole tensor."""
+        inner = outer = 1
+        for whole, start, size in zip(*map(reversed, (self.shape, self.starts, self.sizes)), strict=True):
+            yield whole, start, size, inner, outer
+            inner, outer = inner * size, outer * whole
+
+
+def block_of(parameter: Any) -> Block:
+    """This rank's block of a sharded parameter. The last dimension of its mesh was dealt out first, as FSDP2 does."""
+    starts, sizes, mesh = [0] * parameter.dim(), list(parameter.shape), parameter.device_mesh
+    dimensions = list(zip(parameter.placements, mesh.shape, mesh.get_coordinate(), strict=True))
+    for placement, ranks, rank in dimensions[::-1]:
+        if not placement.is_replicate():
+            dim = placement.dim
+            most = -(-sizes[dim] // ranks)  # as torch.chunk deals them out
+            first = min(rank * most, sizes[dim])
+            starts[dim], sizes[dim] = starts[dim] + first, min(most, sizes[dim] - first)
+    return Block(tuple(parameter.shape), tuple(starts), tuple(sizes))
+
+
 def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
     """Reads the values (n,) of a sharded parameter at flat indices (n,), in a call that all ranks make together."""
-    values = read_own_entries(parameter, indices)
-    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    dist.all_reduce(values, group=mesh.get_group(mesh.ndim - 1))
+    values, sharded = read_own_entries(parameter, indices), parameter  # type: Tensor, Any
+    for dim, placement in enumerate(sharded.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(values, group=sharded.device_mesh.get_group(dim))
     return values
 
 
-def read_own_entries(parameter: Tensor, indices: Tensor) -> Tensor:
-    """Reads the values (n,) at flat indices (n,); zero where another rank holds them."""
+def read_own_entries(parameter: Tensor, indices: Tensor, others: float = 0.0) -> Tensor:
+    """Reads the values (n,) at flat indices (n,); ``others`` where another rank holds them."""
     if not is_shard(parameter):
         return parameter.detach().take(indices)
-    local, own, places = _own_entries(parameter, indices)
-    values = local.new_zeros(indices.shape)
-    values[own] = local[places]
-    return values
+    local, (places, own) = _local(parameter), block_of(parameter).locate(indices)
+    return local.take(places).where(own, others) if local.numel() else local.new_full(indices.shape, others)
 
 
 def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -58,33 +108,47 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
     if not is_shard(parameter):
         put(parameter, indices, values)
         return
-    local, own, places = _own_entries(parameter, indices)
-    local[places] = values[own]
+    places, own = block_of(parameter).locate(indices)
+    put(_local(parameter), places[own], values[own])
 
 
-def is_first_copy(parameter: Tensor) -> bool:
-    """Whether this rank is of those that hold the first copy of a sharded parameter; there is one unless hybrid."""
-    coordinate: Any = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
-    return not any(coordinate[:SHARDS])
+def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool) -> None:
+    """Raises ``SparsifyError`` where ``fully_shard`` has sharded a weight other than over all ranks, or their copies.
 
-
-def check_shards(name: str, parameter: Tensor) -> None:
-    """Raises ``SparsifyError`` where a weight is sharded other than by ``fully_shard`` over all ranks."""
-    sharded: Any = parameter
-    mesh, placements = sharded.device_mesh, sharded.placements
-    copied = all(placement.is_replicate() for placement in placements[:SHARDS])
-    if not copied or not placements[SHARDS].is_shard(0) or mesh.size() != dist.get_world_size():
+    ``parallel`` is the number of tensor-parallel ranks that each of these consists of, over which the last dimension of
+    the weight's mesh is if it ``is_parallel``.
+    """
+    mesh, placements, ranks = parameter.device_mesh, parameter.placements, dist.get_world_size()
+    *copies, rows = placements[:-1] if is_parallel else placements
+    along_rows = not rows.is_replicate() and rows.dim == 0
+    if not along_rows or not all(each.is_replicate() for each in copies) or (is_parallel and parallel == 1) or (
+        mesh.size() * (1 if is_parallel else parallel) != ranks
+    ):
         expected = "expected fully_shard(module) along its rows, over all ranks or, hybrid, over the last dimension of "
-        expected += "a mesh of all ranks: not tensor-parallel, or over a part of the ranks."
+        expected += "a mesh of all ranks, not over a part of them; parallelize_module() before sparsify()."
         raise SparsifyError(f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; {expected}")
 
 
-def _own_entries(parameter: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's rows, flat and writable; which of the indices (n,) are in them, and where."""
-    sharded: Any = parameter.detach()
-    local = sharded.to_local().view(-1)
-    mesh = sharded.device_mesh
-    rows = -(-parameter.shape[0] // mesh.shape[SHARDS])  # as torch.chunk deals them out
-    start = mesh.get_coordinate()[SHARDS] * rows * (parameter.numel() // parameter.shape[0])
-    own = (indices >= start) & (indices < start + local.numel())
-    return local, own, indices[own] - start
+def check_parallel(model: nn.Module) -> None:
+    """Raises ``SparsifyError`` where a plain model's parameters are sharded other than tensor-parallel, over one mesh."""
+    meshes: list[Any] = []
+    for name, parameter in model.named_parameters():
+        if not is_shard(parameter):
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        meshes = meshes or [mesh]
+        if mesh.ndim > 1 or any(map(is_fully_sharded, model.modules())):
+            problem = "is sharded; call sparsify() on the plain model, and fully_shard() later"
+        elif not (placements[0].is_replicate() or placements[0].is_shard()):
+            problem = f"is placed as {placements}; expected Shard or Replicate, as of ColwiseParallel and RowwiseParallel"
+        elif mesh != meshes[0] or dist.get_world_size() % mesh.size():
+            problem = "is tensor-parallel over other ranks than other weights; expected one mesh, and copies of it"
+        else:
+            continue
+        raise SparsifyError(f"`{name}` {problem}.")
+
+
+def _local(parameter: Any) -> Tensor:
+    """This rank's block of a sharded parameter, writable."""
+    local: Tensor = parameter.detach().to_local()
+    return local

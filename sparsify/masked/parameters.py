@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sparsify.common.shards import is_shard
 from sparsify.core.taps import ReadParameters, tap
 
 _TENSORS: Any = WeakIdKeyDictionary()  # parameter -> weak reference to its masked tensor
@@ -74,6 +75,8 @@ class FollowedParameters(ReadParameters):
     def keep(self, attribute: str, parameter: Any) -> None:
         super().keep(attribute, parameter)
         tensor = self.tensors[attribute]
+        if is_shard(parameter) and not tensor.is_parallel:
+            tensor.collector.weights.mark_stale()  # by fully_shard(), or is refused at the next use
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter
         if type(parameter) is MaskedParameter:

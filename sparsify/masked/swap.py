@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
+from sparsify.common.shards import is_shard
 from sparsify.core.install import mark, masked_class
 from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
@@ -92,6 +93,8 @@ def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[n
     """Returns the masked form of exactly this class; ``None`` where its class stays."""
     if any(tensor.is_quantized for tensor in tensors.values()):
         return _quantized_class(module)
+    if any(is_shard(tensor.parameter) for tensor in tensors.values()):
+        return None  # DTensor's own operations compute it
     if type(module) is nn.ParameterList:
         return MaskedParameterList
     is_plain = "forward" not in module.__dict__ and module._parameters.keys() <= {"weight", "bias"}

@@ -19,9 +19,9 @@ from sparsify.masked.tensor import matrix_shape
 LARGEST = 1 << 14  # entries of a small tensor
 
 
-def is_small(tensor: MaskedTensor) -> bool:
-    """Whether a tensor's gradient is to be batched."""
-    return tensor.numel <= LARGEST
+def is_small(tensor: Any) -> bool:
+    """Whether a tensor's gradient is to be batched; not where each rank has a part of it."""
+    return tensor.numel <= LARGEST and tensor.shards == 1
 
 
 class BatchingPass(Pass):

@@ -33,7 +33,7 @@ from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
-from sparsify.training.distributed import agree, check_ranks_alike, read_base
+from sparsify.training.distributed import agree, check_ranks_alike, parallel_ranks, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.plan import Plan
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
@@ -89,6 +89,7 @@ class Engine(TrainingStep):
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
+        self.parallel = parallel_ranks(plan.tensors)
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that the root loads: whether it has entries, prefix, all names of a trained state
         self.loading: tuple[bool, str, set[str] | None] = (False, "", None)
@@ -280,7 +281,8 @@ class Engine(TrainingStep):
         grad = super().finish(current)
         if self.policy.active is not None:
             grad.masked_fill_(~self.policy.active, 0)
-        return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
+        # DDP averages it by itself, over copies of tensor-parallel ranks
+        return self.ranks.average_(grad) if self.sharded or self.parallel > 1 else grad
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written
