@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import build
+from models import build, loss_of
 from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
@@ -51,9 +51,9 @@ def mlp(seed=0):
     return model, batches[:STEPS]
 
 
-def own_part(batch, rank):
-    ranks = num_ranks()
-    return {name: values.chunk(ranks)[rank] for name, values in batch.items()}
+def own_part(batch, rank, parts=None):
+    """A rank's part of a batch, of as many as there are ranks, or copies of tensor-parallel ones."""
+    return {name: values.chunk(parts or num_ranks())[rank] for name, values in batch.items()}
 
 
 def mean_over_ranks(loss):
@@ -63,7 +63,7 @@ def mean_over_ranks(loss):
     return loss.item() / num_ranks()
 
 
-def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
+def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None, parts=None):
     """Trains a model, as ``parallel`` wraps it; returns mean losses, unmasked sets, entries, what each step sent."""
     parallel, engine = parallel or model, get_engine(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -76,10 +76,11 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
             is_last = part + 1 == micro
             if hasattr(parallel, "set_requires_gradient_sync"):  # of FSDP2
                 parallel.set_requires_gradient_sync(is_last)
-            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
+            batch = {name: values.chunk(micro)[part] for name, values in batches[step].items()}
+            batch = own_part(batch, rank, parts)
             is_waiting = isinstance(parallel, DistributedDataParallel) and not is_last
             with parallel.no_sync() if is_waiting else nullcontext():
-                loss = parallel(**batch) / micro
+                loss = loss_of(parallel, batch) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
         optimizer.step()
