@@ -16,6 +16,7 @@ from torch import distributed as dist
 from sparsify.core.devices import put
 from sparsify.errors import SparsifyError
 
+
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on this very module."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -112,6 +113,21 @@ def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> Non
     put(_local(parameter), places[own], values[own])
 
 
+def parallel_ranks(model: nn.Module) -> int:
+    """Number of ranks that a tensor-parallel model is on, 1 where it is none; there may be copies of these."""
+    parameters: Any = model.parameters()
+    return max((parameter.device_mesh.size() for parameter in parameters if is_shard(parameter)), default=1)
+
+
+def parallel_style(module: nn.Module) -> str | None:
+    """The class of transformers' tensor-parallel style that has replaced the module's forward, if one has."""
+    forward: Any = vars(module).get("forward")
+    if not vars(module).get("_is_hooked") or not hasattr(forward, "__code__"):
+        return None
+    style = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)).get("self")
+    return forward.__qualname__.partition(".")[0] if style is None else type(style.cell_contents).__name__
+
+
 def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool) -> None:
     """Raises ``SparsifyError`` where ``fully_shard`` has sharded a weight other than over all ranks, or their copies.
 
@@ -121,8 +137,11 @@ def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool)
     mesh, placements, ranks = parameter.device_mesh, parameter.placements, dist.get_world_size()
     *copies, rows = placements[:-1] if is_parallel else placements
     along_rows = not rows.is_replicate() and rows.dim == 0
-    if not along_rows or not all(each.is_replicate() for each in copies) or (is_parallel and parallel == 1) or (
-        mesh.size() * (1 if is_parallel else parallel) != ranks
+    if (
+        not along_rows
+        or not all(each.is_replicate() for each in copies)
+        or (is_parallel and parallel == 1)
+        or (mesh.size() * (1 if is_parallel else parallel) != ranks)
     ):
         expected = "expected fully_shard(module) along its rows, over all ranks or, hybrid, over the last dimension of "
         expected += "a mesh of all ranks, not over a part of them; parallelize_module() before sparsify()."
@@ -132,15 +151,17 @@ def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool)
 def check_parallel(model: nn.Module) -> None:
     """Raises ``SparsifyError`` where a plain model's parameters are sharded other than tensor-parallel, over one mesh."""
     meshes: list[Any] = []
+    sizes = [vars(module).get("_tp_size") or 1 for module in model.modules()]
+    if max(sizes) > 1 and parallel_ranks(model) == 1:
+        problem = "the model is tensor-parallel in plain tensors, as earlier versions of transformers load it"
+        raise SparsifyError(f"{problem}; expected DTensors: update transformers, or use parallelize_module().")
     for name, parameter in model.named_parameters():
         if not is_shard(parameter):
             continue
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
         meshes = meshes or [mesh]
         if mesh.ndim > 1 or any(map(is_fully_sharded, model.modules())):
             problem = "is sharded; call sparsify() on the plain model, and fully_shard() later"
-        elif not (placements[0].is_replicate() or placements[0].is_shard()):
-            problem = f"is placed as {placements}; expected Shard or Replicate, as of ColwiseParallel and RowwiseParallel"
         elif mesh != meshes[0] or dist.get_world_size() % mesh.size():
             problem = "is tensor-parallel over other ranks than other weights; expected one mesh, and copies of it"
         else:

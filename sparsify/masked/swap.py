@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
-from sparsify.common.shards import is_shard
+from sparsify.common.shards import is_shard, parallel_style
 from sparsify.core.install import mark, masked_class
 from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
@@ -17,6 +17,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.parameters import FollowedParameters
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import MaskedLayerNorm
+from sparsify.masked.tensor import PARTIAL
 
 # full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -37,6 +38,10 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
         "is constrained OFT's, which projects its weight in every forward, moving every entry; coft=False does not",
     ),
 }
+
+
+# transformers' tensor-parallel styles under which a module computes with DTensors, or with its whole parameters
+_PARALLEL = (None, "ColwiseParallel", "EmbeddingParallel", "RowwiseParallel", "SequenceParallel", PARTIAL)
 
 
 class MaskedParameterList(MaskedModule, nn.ParameterList):
@@ -66,6 +71,10 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) has a gradient hook on it, which would never run: a masked weight's gradient is not kept"
     elif foreign is not None:
         problem = foreign
+    elif (style := parallel_style(module)) not in _PARALLEL:
+        problem = f"({kind}) is tensor-parallel by transformers' {style}, which computes past its parameters"
+    elif is_shard(parameter) and not (parameter.placements[0].is_replicate() or parameter.placements[0].is_shard()):
+        problem = f"({kind}) is tensor-parallel in parts that are no block of it: {parameter.placements}"
     elif isinstance(module, nn.RNNBase):
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:

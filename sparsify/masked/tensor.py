@@ -9,11 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsify.common.shards import Block, block_of, full_values, is_shard, read_entries, read_own_entries, write_own_entries
+from sparsify.common.shards import (
+    Block,
+    block_of,
+    full_values,
+    is_shard,
+    parallel_style,
+    read_entries,
+    read_own_entries,
+    write_own_entries,
+)
 from sparsify.core.devices import put, upload
 from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.tensor import MaskedTensor
 
+PARTIAL = "ReplicatedWithGradAllReduce"  # transformers' tensor-parallel style of norms within heads
 _HANDLES = itertools.count()
 _BY_HANDLE: weakref.WeakValueDictionary[int, ModelTensor] = weakref.WeakValueDictionary()
 
@@ -39,7 +49,9 @@ class BlockGradient(DenseGradient):
     def clear(self, indices: Tensor) -> None:
         self.own()
         places, own = self.block.locate(indices)
-        self.values.view(-1).index_fill_(0, places[own], 0)
+        cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=places.device)  # one more for what others hold
+        cleared.index_fill_(0, places.where(own, self.numel), True)
+        self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
 
 
 class ModelTensor(MaskedTensor):
@@ -53,6 +65,7 @@ class ModelTensor(MaskedTensor):
         self.is_parallel = is_shard(self.parameter)  # whether it is a DTensor of a tensor-parallel model
         placements = self.parameter.placements if self.is_parallel else ()
         # ranks that its entries are on, each on one
+        self.is_partial = parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
         self.shards = self.parameter.device_mesh.size() if any(not each.is_replicate() for each in placements) else 1
         self.handle = self._new_handle()
 
@@ -91,8 +104,10 @@ class ModelTensor(MaskedTensor):
 
     def gradient(self, grad: Any) -> Gradient:
         if not is_shard(grad):
-            return super().gradient(grad)
-        local = grad.redistribute(placements=self.parameter.placements).to_local()  # a sum over ranks, where it has parts
+            return super().gradient(grad * self.collector.parallel if self.is_partial else grad)
+        local = grad.redistribute(
+            placements=self.parameter.placements
+        ).to_local()  # a sum over ranks, where it has parts
         if self.shards == 1:
             return super().gradient(local)
         return BlockGradient(as_matrix(local), block_of(self.parameter), self.shards)

@@ -89,6 +89,8 @@ class CompiledGraphs:
 
     def enter(self) -> None:
         """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
+        if self._step.parallel > 1:
+            torch.compiler.disable(_refuse_parallel)()
         root, handle = self._traced_root()
         self._entry = torch.ops.sparsify.refresh(root, handle)
 
@@ -141,6 +143,10 @@ class CompiledGraphs:
     def step_done(self) -> None:
         self._uses.clear()
         self._kept = False
+
+
+def _refuse_parallel() -> None:
+    raise SparsifyError("a tensor-parallel model trains without torch.compile: the operators here take no DTensors.")
 
 
 def _frozen(module: Any, attribute: str) -> Any:

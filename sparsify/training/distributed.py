@@ -82,12 +82,7 @@ def _sample(tensor: ModelTensor) -> str:
     return digest(flat[:: max(1, flat.numel() // SAMPLED)])
 
 
-def parallel_ranks(tensors: Sequence[ModelTensor]) -> int:
-    """Number of ranks that a tensor-parallel model is on, 1 where it is none; there may be copies of these."""
-    return max(tensor.shards for tensor in tensors)
-
-
-def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:
+def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: int) -> None:
     """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
     if quantized := [tensor.name for tensor in tensors if tensor.is_quantized]:
         raise SparsifyError(f"`{quantized[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
@@ -97,7 +92,7 @@ def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:
             remedy = f"Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with accelerate:"
             keep = "sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules"
             raise SparsifyError(f"{problem}. {remedy} {keep}.")
-        check_shards(name, parameter, parallel_ranks(tensors), is_parallel=is_parallel)
+        check_shards(name, parameter, parallel, is_parallel=is_parallel)
 
 
 def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE
 from sparsify.common.ranks import END, Ranks, num_ranks
-from sparsify.common.shards import is_fully_sharded
+from sparsify.common.shards import is_fully_sharded, parallel_ranks
 from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
@@ -33,7 +33,7 @@ from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
-from sparsify.training.distributed import agree, check_ranks_alike, parallel_ranks, read_base
+from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.plan import Plan
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
@@ -89,7 +89,7 @@ class Engine(TrainingStep):
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
-        self.parallel = parallel_ranks(plan.tensors)
+        self.parallel = parallel_ranks(plan.model)  # that each copy of a tensor-parallel model is on
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that the root loads: whether it has entries, prefix, all names of a trained state
         self.loading: tuple[bool, str, set[str] | None] = (False, "", None)

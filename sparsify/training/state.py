@@ -88,7 +88,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         raise SparsifyError("replicated by nn.DataParallel, the model trains nothing; set CUDA_VISIBLE_DEVICES to one.")
     engine: Engine = root.__dict__[ENGINE]
     if not engine.was_sharded and is_fully_sharded(root):
-        check_sharding(engine.root, engine.tensors)
+        check_sharding(engine.root, engine.tensors, engine.parallel)
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
         engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)

@@ -115,10 +115,10 @@ class EffectiveWeights:
         tensors, values = self._tensors, self._entries.values.detach()
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
+        check_root(self._entries.root, tensors)
         for tensor in () if traced else tensors:
             if tensor.owner._parameters.get(tensor.attribute) is not tensor.parameter:
                 raise SparsifyError(REPLACED.format(name=tensor.name))
-        check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
         self._addresses = None

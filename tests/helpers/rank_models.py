@@ -93,7 +93,7 @@ def assert_like(results, alone):
     for own in results:
         assert own["sets"] == alone["sets"]
         assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        for name in own.keys() & {"delta", "base", "head", "entries"}:
+        for name in own.keys() & {"delta", "base", "head", "entries", "whole", "gradient"}:
             torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
