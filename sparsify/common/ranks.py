@@ -24,7 +24,8 @@ PLACES, NUMBERS = 16, 8  # integers in a header, at most
 
 # for each default group two of our own, as DDP uses that in a backward pass: of its kind, and for tensors on a CPU
 _GROUPS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-_COPIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # and that of the ranks with the same shards
+# and by mesh that of the ranks with the same shards
+_COPIES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def num_ranks() -> int:
@@ -90,18 +91,17 @@ class Ranks:
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
 
-    def copies(self, shard: int) -> Any:
-        """The group of the ranks that hold the same ``shard``, by number, of a tensor-parallel model."""
-        world = dist.group.WORLD
-        if world not in _COPIES:
+    def copies(self, mesh: Any) -> Any:
+        """The group of the ranks that hold the same shards of a model, tensor-parallel over a mesh's last dimension."""
+        groups = _COPIES.setdefault(dist.group.WORLD, {})
+        if mesh not in groups:
+            shard, timeout = mesh.get_coordinate()[-1], timedelta(seconds=self.timeout)
             shards = self.gather(torch.tensor([shard], device="cpu")).flatten().tolist()
-            timeout = timedelta(seconds=self.timeout)
             for each in dict.fromkeys(shards):  # all ranks make all groups
-                members = [rank for rank, own in enumerate(shards) if own == each]
-                group = dist.new_group(members, timeout=timeout)
+                group = dist.new_group([rank for rank, own in enumerate(shards) if own == each], timeout=timeout)
                 if each == shard:
-                    _COPIES[world] = group
-        return _COPIES[world]
+                    groups[mesh] = group
+        return groups[mesh]
 
     def mean_share(self, values: Tensor, group: Any = None) -> Callable[[], Tensor]:
         """Begins to average the values (n,), padded with zeros, of all ranks or those of a group.

@@ -74,6 +74,11 @@ class Block:
             inner, outer = inner * size, outer * whole
 
 
+def is_block(parameter: Any) -> bool:
+    """Whether what this rank holds of a sharded parameter is a block of it, and not a term of a sum, or in pieces."""
+    return not any(each.is_partial() or hasattr(each, "split_factor") for each in parameter.placements)
+
+
 def block_of(parameter: Any) -> Block:
     """This rank's block of a sharded parameter. The last dimension of its mesh was dealt out first, as FSDP2 does."""
     starts, sizes, mesh = [0] * parameter.dim(), list(parameter.shape), parameter.device_mesh
@@ -149,20 +154,17 @@ def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool)
 
 
 def check_parallel(model: nn.Module) -> None:
-    """Raises ``SparsifyError`` where a plain model's parameters are sharded other than tensor-parallel, over one mesh."""
-    meshes: list[Any] = []
-    sizes = [vars(module).get("_tp_size") or 1 for module in model.modules()]
-    if max(sizes) > 1 and parallel_ranks(model) == 1:
+    """Raises ``SparsifyError`` where a plain model is sharded other than by tensor parallelism over one mesh."""
+    sharded: list[tuple[str, Any]] = [(name, p) for name, p in model.named_parameters() if is_shard(p)]
+    if not sharded and any((vars(module).get("_tp_size") or 1) > 1 for module in model.modules()):
         problem = "the model is tensor-parallel in plain tensors, as earlier versions of transformers load it"
         raise SparsifyError(f"{problem}; expected DTensors: update transformers, or use parallelize_module().")
-    for name, parameter in model.named_parameters():
-        if not is_shard(parameter):
-            continue
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        meshes = meshes or [mesh]
-        if mesh.ndim > 1 or any(map(is_fully_sharded, model.modules())):
+    is_managed = bool(sharded) and any(map(is_fully_sharded, model.modules()))
+    for name, parameter in sharded:
+        mesh = parameter.device_mesh
+        if mesh.ndim > 1 or is_managed:
             problem = "is sharded; call sparsify() on the plain model, and fully_shard() later"
-        elif mesh != meshes[0] or dist.get_world_size() % mesh.size():
+        elif mesh != sharded[0][1].device_mesh or dist.get_world_size() % mesh.size():
             problem = "is tensor-parallel over other ranks than other weights; expected one mesh, and copies of it"
         else:
             continue

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
-from sparsify.common.shards import is_shard, parallel_style
+from sparsify.common.shards import is_block, is_shard, parallel_style
 from sparsify.core.install import mark, masked_class
 from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
@@ -73,7 +73,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = foreign
     elif (style := parallel_style(module)) not in _PARALLEL:
         problem = f"({kind}) is tensor-parallel by transformers' {style}, which computes past its parameters"
-    elif is_shard(parameter) and not (parameter.placements[0].is_replicate() or parameter.placements[0].is_shard()):
+    elif is_shard(parameter) and not is_block(parameter):
         problem = f"({kind}) is tensor-parallel in parts that are no block of it: {parameter.placements}"
     elif isinstance(module, nn.RNNBase):
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"

@@ -64,8 +64,8 @@ class ModelTensor(MaskedTensor):
         super().__post_init__()
         self.is_parallel = is_shard(self.parameter)  # whether it is a DTensor of a tensor-parallel model
         placements = self.parameter.placements if self.is_parallel else ()
-        # ranks that its entries are on, each on one
         self.is_partial = parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
+        # ranks that its entries are on, each on one
         self.shards = self.parameter.device_mesh.size() if any(not each.is_replicate() for each in placements) else 1
         self.handle = self._new_handle()
 
@@ -105,9 +105,7 @@ class ModelTensor(MaskedTensor):
     def gradient(self, grad: Any) -> Gradient:
         if not is_shard(grad):
             return super().gradient(grad * self.collector.parallel if self.is_partial else grad)
-        local = grad.redistribute(
-            placements=self.parameter.placements
-        ).to_local()  # a sum over ranks, where it has parts
+        local = grad.redistribute(placements=self.parameter.placements).to_local()  # sums what ranks have terms of
         if self.shards == 1:
             return super().gradient(local)
         return BlockGradient(as_matrix(local), block_of(self.parameter), self.shards)

@@ -48,7 +48,7 @@ class RanksSelector(StreamingSelector):
         self._waiting: list[tuple[MaskedTensor, DenseGradient]] = []
         self._begun: Callable[[], None] | None = None  # offers what is being averaged
         meshes = [tensor.parameter.device_mesh for tensor in tensors if tensor.shards > 1]
-        self._copies = ranks.copies(meshes[0].get_coordinate()[-1]) if meshes else None
+        self._copies = ranks.copies(meshes[0]) if meshes else None
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded, is_large = self._excluded(tensor), tensor.numel > MOST_AT_ONCE

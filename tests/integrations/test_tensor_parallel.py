@@ -1,8 +1,9 @@
-"""Tensor-parallel models (DTensor) train as one process does, alone and in copies: gloo processes, many runs a spawn."""
+"""Tensor-parallel models train as one process does, alone and in copies: gloo processes, many runs a spawn."""
 
 import itertools
 import re
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,8 +150,8 @@ def state(rank):
 def refused(rank):
     mesh = meshed()["parallel"]
 
-    def parallel(model=None, plan=MLP):
-        return parallelize_module(model or mlp()[0], mesh, plan)
+    def parallel(model=None):
+        return parallelize_module(model or mlp()[0], mesh, MLP)
 
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -159,8 +160,11 @@ def refused(rank):
     placed.first.weight = nn.Parameter(distribute_tensor(placed.first.weight, other, [WHOLE, Shard(0)]))
     apply_tensor_parallelism(style, mesh, {"first.weight": "colwise", "first": "packed_colwise"})
     old._tp_size = 2
+    with patch("sparsify.masked.tensor.PARTIAL", None):
+        heads = error_of(train, 0, *made("norms within heads"))
     calibrated = {"strategy": "fish", "calibration": [next_tokens()]}
     return {
+        "heads": heads,
         "too late": error_of(train, 0, parallel(sparsify(mlp()[0], BUDGET, steps=STEPS)), mlp()[1]),
         "compiled": error_of(train, 0, torch.compile(sparsify(parallel(), BUDGET, steps=STEPS)), mlp()[1]),
         "pruned": error_of(lambda: sparsify(parallel(), 9, Strategy(Magnitude(largest=True), Prune(pretrained=True)))),
@@ -202,14 +206,12 @@ def test_states_and_deltas_leave_the_ranks_and_come_back(two):
     ("what", "text"),
     [
         ("too late", r"is sharded, but not the model .* parallelize_module\(\) belongs before sparsify\(\)"),
+        ("heads", "[kq]_norm.weight` is whole on each .* parallelize what sees a rank's tokens or heads alone"),
         ("compiled", "trains without torch.compile"),
         ("pruned", "`first.weight` is tensor-parallel and cannot be pruned"),
         ("calibrated", "q_norm.weight` is tensor-parallel and has no dense gradient to calibrate by"),
         ("two dimensions", r"`first.weight` is sharded; call sparsify\(\) on the plain model"),
-        (
-            "style",
-            "`first.weight` cannot be masked: .* by transformers' PackedColwiseParallel, which computes past its",
-        ),
+        ("style", "`first.weight` cannot be masked: .* by transformers' PackedColwiseParallel, which computes past"),
         ("plain shards", "in plain tensors, as earlier versions of transformers load it"),
     ],
 )
@@ -223,9 +225,9 @@ def replicated(model):
     return DistributedDataParallel(model, process_group=meshed()["copies"].get_group())
 
 
-def sharded(model, mesh=None):
+def sharded(model):
     """Copies by FSDP2, of which each rank has a part of its part."""
-    mesh = mesh or meshed()["copies"]
+    mesh = meshed()["copies"]
     for block in model.children():
         if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
             fully_shard(block, mesh=mesh)
@@ -237,10 +239,11 @@ def all_copies(rank):
     ways = list(itertools.product((replicated, sharded), names))
     ways.remove((replicated, "static beside a dense head"))  # DDP takes no DTensor that trains
     found = {(wrap.__name__, name): trained(rank, name, wrap) for wrap, name in ways}
-    over_all = init_device_mesh("cpu", (4,))
-    plain = {"budget": 9, "steps": STEPS, "target_modules": ["norm"]}
-    model = parallelize_module(mlp()[0], meshed()["parallel"], {"first": MLP["first"], "second": MLP["second"]})
-    found["over all"] = error_of(train, rank, sharded(sparsify(model, **plain), over_all), mlp()[1])
+    model = parallelize_module(mlp()[0], meshed()["parallel"], {"head": MLP["head"]})
+    sparsify(model, 9, steps=STEPS)
+    kept = {model.sparse_values, *model.head.parameters()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=kept)
+    found["over all"] = error_of(train, rank, model, mlp()[1])
     return found
 
 
