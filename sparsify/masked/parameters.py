@@ -75,7 +75,7 @@ class FollowedParameters(ReadParameters):
     def keep(self, attribute: str, parameter: Any) -> None:
         super().keep(attribute, parameter)
         tensor = self.tensors[attribute]
-        if is_shard(parameter) and not tensor.is_parallel:
+        if is_shard(parameter) and not getattr(tensor, "is_parallel", True):  # a copy's tensor may come later
             tensor.collector.weights.mark_stale()  # by fully_shard(), or is refused at the next use
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter

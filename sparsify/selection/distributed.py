@@ -14,7 +14,7 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
-from sparsify.masked.tensor import BlockGradient, ModelTensor, matrix_shape
+from sparsify.masked.tensor import BlockGradient, matrix_shape
 from sparsify.selection.device_topk import DeviceTopK, keep_best
 from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
 from sparsify.selection.small import SmallGradients, is_small
@@ -35,7 +35,7 @@ class RanksSelector(StreamingSelector):
 
     def __init__(
         self, topk: TopK | DeviceTopK, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
-        tensors: Sequence[ModelTensor],
+        tensors: Sequence[Any],
     ) -> None:  # fmt: skip
         super().__init__(topk, importance, work, masked_only)
         self._ranks, self._names = ranks, [tensor.name for tensor in tensors]

@@ -104,6 +104,7 @@ def check_alike(batches: Iterable[SmallGradients]) -> None:
     found = torch.zeros(1 + len(collector.tensors), dtype=torch.float64, device="cpu")
     found[0] = mesh.mesh.min()  # the first rank of this copy of the model
     for small in batches:
+        tensor: Any
         for tensor, values in zip(small.tensors, small.values, strict=True):
             found[1 + tensor.number] = 0 if tensor.is_partial else values.norm()
     everyone = collector.ranks.gather(found)

@@ -45,7 +45,7 @@ class CompiledGraphs:
     """The graphs of a training step's model; their operators (masked/compiled.py) bring in the compiler."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._step = step  # takes the gradients
+        self._step: Any = step  # takes the gradients
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._uses: defaultdict[ModelTensor, list[Use]] = defaultdict(list)  # that wait for their backward
         self._kept = False  # whether a graph was kept in this optimizer step

@@ -9,6 +9,7 @@ from models import build, loss_of
 from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import SparsifyError, get_engine
@@ -49,6 +50,16 @@ def words(dtype=torch.float64, model_class=Words):
 def mlp(seed=0):
     model, batches = build("mlp", seed, torch.float64)
     return model, batches[:STEPS]
+
+
+def shard(model, **options):
+    """Block by block, then the model itself, as the documentation says; nothing where there is one process."""
+    if num_ranks() > 1:
+        for block in model.children():
+            if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
+                fully_shard(block, **options)
+        fully_shard(model, ignored_params={model.sparse_values}, **options)
+    return model
 
 
 def own_part(batch, rank, parts=None):

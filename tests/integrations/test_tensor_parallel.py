@@ -1,5 +1,6 @@
 """Tensor-parallel models train as one process does, alone and in copies: gloo processes, many runs a spawn."""
 
+import copy
 import itertools
 import re
 import tempfile
@@ -9,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from models import llama, next_tokens
-from rank_models import STEPS, assert_like, error_of, mlp, selecting, train, words
+from rank_models import STEPS, assert_like, error_of, mlp, selecting, shard, train, words
 from rank_processes import on_ranks
 from safetensors.torch import save_model
 from torch import nn
@@ -142,35 +143,35 @@ def state(rank):
         now, base = model(**batches[0]), words()[0](**batches[0])
         with base_weights(model):
             same.append(torch.allclose(model(**batches[0]), base))
-        same.append(torch.equal(model(**batches[0]), now))
+        same += [torch.equal(each(**batches[0]), now) for each in (model, copy.deepcopy(model))]
         same.append(torch.equal(desparsify(model)(**batches[0]), now))
     return found | {"same": same}
 
 
 def refused(rank):
-    mesh = meshed()["parallel"]
-
-    def parallel(model=None):
-        return parallelize_module(model or mlp()[0], mesh, MLP)
-
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    placed, style, old = mlp()[0], mlp()[0], mlp()[0]
+    mesh, compiled, pruned = meshed()["parallel"], mlp()[0], mlp()[0]
+    late, placed, style, pieces, old = sparsify(mlp()[0], BUDGET, steps=STEPS), *[mlp()[0] for _ in range(4)]
+    for model in (late, compiled, pruned):
+        parallelize_module(model, mesh, MLP)
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parallel"))
     placed.first.weight = nn.Parameter(distribute_tensor(placed.first.weight, other, [WHOLE, Shard(0)]))
     apply_tensor_parallelism(style, mesh, {"first.weight": "colwise", "first": "packed_colwise"})
+    apply_tensor_parallelism(pieces, mesh, {"first.weight": "packed_colwise"})
     old._tp_size = 2
     with patch("sparsify.masked.tensor.PARTIAL", None):
         heads = error_of(train, 0, *made("norms within heads"))
     calibrated = {"strategy": "fish", "calibration": [next_tokens()]}
     return {
         "heads": heads,
-        "too late": error_of(train, 0, parallel(sparsify(mlp()[0], BUDGET, steps=STEPS)), mlp()[1]),
-        "compiled": error_of(train, 0, torch.compile(sparsify(parallel(), BUDGET, steps=STEPS)), mlp()[1]),
-        "pruned": error_of(lambda: sparsify(parallel(), 9, Strategy(Magnitude(largest=True), Prune(pretrained=True)))),
+        "too late": error_of(train, 0, late, mlp()[1]),
+        "compiled": error_of(train, 0, torch.compile(sparsify(compiled, BUDGET, steps=STEPS)), mlp()[1]),
+        "pruned": error_of(sparsify, pruned, 9, Strategy(Magnitude(largest=True), Prune(pretrained=True))),
         "calibrated": error_of(lambda: sparsify(loaded(tp_size=2, tp_plan="auto")[0], 9, **calibrated)),
         "two dimensions": error_of(sparsify, placed, BUDGET),
         "style": error_of(sparsify, style, BUDGET),
+        "pieces": error_of(sparsify, pieces, BUDGET),
         "plain shards": error_of(sparsify, old, BUDGET),
     }
 
@@ -212,6 +213,7 @@ def test_states_and_deltas_leave_the_ranks_and_come_back(two):
         ("calibrated", "q_norm.weight` is tensor-parallel and has no dense gradient to calibrate by"),
         ("two dimensions", r"`first.weight` is sharded; call sparsify\(\) on the plain model"),
         ("style", "`first.weight` cannot be masked: .* by transformers' PackedColwiseParallel, which computes past"),
+        ("pieces", "`first.weight` cannot be masked: .* parts that are no block of it"),
         ("plain shards", "in plain tensors, as earlier versions of transformers load it"),
     ],
 )
@@ -220,25 +222,16 @@ def test_what_cannot_work_is_refused_by_name(two, what, text):
         assert re.search(text, result["refused"][what]), result["refused"][what]
 
 
-def replicated(model):
-    """Copies by DDP."""
-    return DistributedDataParallel(model, process_group=meshed()["copies"].get_group())
-
-
-def sharded(model):
-    """Copies by FSDP2, of which each rank has a part of its part."""
-    mesh = meshed()["copies"]
-    for block in model.children():
-        if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
-            fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh, ignored_params={model.sparse_values})
+COPIES = {
+    "DDP": lambda model: DistributedDataParallel(model, process_group=meshed()["copies"].get_group()),
+    "FSDP2": lambda model: shard(model, mesh=meshed()["copies"]),
+}
 
 
 def all_copies(rank):
     names = [name for name, (_, plan, _) in LIKE_ONE_PROCESS.items() if plan is not None and "calibrated" not in name]
-    ways = list(itertools.product((replicated, sharded), names))
-    ways.remove((replicated, "static beside a dense head"))  # DDP takes no DTensor that trains
-    found = {(wrap.__name__, name): trained(rank, name, wrap) for wrap, name in ways}
+    ways = set(itertools.product(COPIES, names)) - {("DDP", "static beside a dense head")}  # which takes no such head
+    found = {(way, name): trained(rank, name, COPIES[way]) for way, name in sorted(ways)}
     model = parallelize_module(mlp()[0], meshed()["parallel"], {"head": MLP["head"]})
     sparsify(model, 9, steps=STEPS)
     kept = {model.sparse_values, *model.head.parameters()}
@@ -256,16 +249,14 @@ def test_two_copies_of_two_parallel_ranks_train_like_one_process_with_both_batch
         assert_like([result[way, name] for result in results], trained(0, name))
 
 
-@pytest.mark.parametrize(("shape", "cuts"), [((5,), [3]), ((4, 6), [3, 4]), ((3, 4, 5), [2, 1, 2]), ((), [])])
-def test_each_entry_is_in_one_block_at_one_place(shape, cuts):
-    whole = torch.arange(torch.Size(shape).numel())
-    seen = torch.zeros_like(whole)
-    for corner in itertools.product(*[[(0, cut), (cut, size - cut)] for cut, size in zip(cuts, shape, strict=True)]):
-        starts, sizes = zip(*corner, strict=True) if corner else ((), ())
-        block = Block(shape, starts, sizes)
-        local = whole.view(shape)[tuple(slice(start, start + size) for start, size in corner)].reshape(-1)
-        assert torch.equal(block.indices(torch.arange(local.numel())), local)
+def test_each_entry_is_in_one_block_at_one_place():
+    whole, seen = torch.arange(3 * 4 * 5), 0
+    for corner in itertools.product([(0, 2), (2, 1)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]):
+        starts, sizes = zip(*corner, strict=True)
+        block = Block((3, 4, 5), starts, sizes)
+        local = whole.view(3, 4, 5)[tuple(slice(start, start + size) for start, size in corner)].flatten()
         places, own = block.locate(whole)
+        assert torch.equal(block.indices(torch.arange(local.numel())), local)
         assert torch.equal(local[places[own]], whole[own])
-        seen += own
+        seen = seen + own.int()
     assert bool((seen == 1).all())
