@@ -239,7 +239,10 @@ def two_ranks(mocked):
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with patch.object(Ranks, "gather", gather), patch.object(Ranks, "mean_share", lambda _, own: lambda: own / 2):
+        with (
+            patch.object(Ranks, "gather", gather),
+            patch.object(Ranks, "mean_share", lambda _, own, group=None: lambda: own / 2),
+        ):
             yield
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,6 @@ from rank_models import (
     words,
 )
 from rank_processes import on_ranks
-from torch import nn
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
