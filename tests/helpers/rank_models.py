@@ -88,10 +88,9 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None, parts=No
             if hasattr(parallel, "set_requires_gradient_sync"):  # of FSDP2
                 parallel.set_requires_gradient_sync(is_last)
             batch = {name: values.chunk(micro)[part] for name, values in batches[step].items()}
-            batch = own_part(batch, rank, parts)
             is_waiting = isinstance(parallel, DistributedDataParallel) and not is_last
             with parallel.no_sync() if is_waiting else nullcontext():
-                loss = loss_of(parallel, batch) / micro
+                loss = loss_of(parallel, own_part(batch, rank, parts)) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
         optimizer.step()

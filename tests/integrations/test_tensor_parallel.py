@@ -31,9 +31,9 @@ from sparsify.strategies.importance import Magnitude
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 
 BUDGET = 150  # enough for entries in all kinds of tensors
-WHOLE, SHARED = Replicate(), {"output_layouts": Replicate()}
+SHARED = {"output_layouts": Replicate()}
 WORDS = {
-    "table": RowwiseParallel(input_layouts=WHOLE),
+    "table": RowwiseParallel(input_layouts=Replicate()),
     "wide": ColwiseParallel(),
     "narrow": RowwiseParallel(),
     "again": ColwiseParallel(**SHARED),
@@ -98,7 +98,7 @@ def meshed():
     return init_device_mesh("cpu", (num_ranks() // 2, 2), mesh_dim_names=("copies", "parallel"))
 
 
-def made(name):
+def made(name, **more):
     """A model, tensor-parallel where there are several processes, and its batches."""
     make, plan, settings = LIKE_ONE_PROCESS[name]
     model, batches = make(tp_size=2, tp_plan="auto") if plan is None and num_ranks() > 1 else make()
@@ -108,7 +108,7 @@ def made(name):
             model.out.weight = model.table.weight
     if "calibrated" in name:
         settings = {**settings, "calibration": batches[:2], "loss_fn": lambda model, batch: model(**batch)}
-    return sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings}), batches
+    return sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings, **more}), batches
 
 
 def trained(rank, name, wrap=lambda model: model):
@@ -122,8 +122,8 @@ def trained(rank, name, wrap=lambda model: model):
     check_ranks(model)
     assert summary(model, verify=True).verification.ok
     delta = SparseDelta.from_model(model)
-    entries = {name: (own.indices, own.values) for name, own in delta.tensors.items()}
-    return result | {"entries": entries, "whole": delta.whole, "gradient": model.sparse_values.grad}
+    result |= {"entries": {name: (own.indices, own.values) for name, own in delta.tensors.items()}}
+    return result | {"whole": delta.whole, "gradient": model.sparse_values.grad}
 
 
 def state(rank):
@@ -132,8 +132,8 @@ def state(rank):
     train(0, model, batches, steps=3, parts=1)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found = {"small": trained_state(model), "full": {name: value.clone() for name, value in full.items()}}
-    applied = SparseDelta.from_model(model).apply(words()[0])
-    same = [torch.equal(parameter, found["full"][name]) for name, parameter in applied.named_parameters()]
+    applied = SparseDelta.from_model(model).apply(words()[0]).named_parameters()
+    same = [torch.equal(parameter, found["full"][name]) for name, parameter in applied]
     options = StateDictOptions(full_state_dict=True, strict=False)
     for name in ("small", "full"):
         other, _ = made("tied and twice used")
@@ -156,19 +156,18 @@ def refused(rank):
     for model in (late, compiled, pruned):
         parallelize_module(model, mesh, MLP)
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parallel"))
-    placed.first.weight = nn.Parameter(distribute_tensor(placed.first.weight, other, [WHOLE, Shard(0)]))
+    placed.first.weight = nn.Parameter(distribute_tensor(placed.first.weight, other, [Replicate(), Shard(0)]))
     apply_tensor_parallelism(style, mesh, {"first.weight": "colwise", "first": "packed_colwise"})
     apply_tensor_parallelism(pieces, mesh, {"first.weight": "packed_colwise"})
     old._tp_size = 2
     with patch("sparsify.masked.tensor.PARTIAL", None):
         heads = error_of(train, 0, *made("norms within heads"))
-    calibrated = {"strategy": "fish", "calibration": [next_tokens()]}
     return {
         "heads": heads,
         "too late": error_of(train, 0, late, mlp()[1]),
         "compiled": error_of(train, 0, torch.compile(sparsify(compiled, BUDGET, steps=STEPS)), mlp()[1]),
         "pruned": error_of(sparsify, pruned, 9, Strategy(Magnitude(largest=True), Prune(pretrained=True))),
-        "calibrated": error_of(lambda: sparsify(loaded(tp_size=2, tp_plan="auto")[0], 9, **calibrated)),
+        "calibrated": error_of(lambda: made("norms within heads", strategy="fish", calibration=[next_tokens()])),
         "two dimensions": error_of(sparsify, placed, BUDGET),
         "style": error_of(sparsify, style, BUDGET),
         "pieces": error_of(sparsify, pieces, BUDGET),
@@ -182,7 +181,6 @@ def all_scenarios(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    """The result of every scenario on each of two ranks."""
     return on_ranks(2, all_scenarios)
 
 
@@ -232,8 +230,7 @@ def all_copies(rank):
     names = [name for name, (_, plan, _) in LIKE_ONE_PROCESS.items() if plan is not None and "calibrated" not in name]
     ways = set(itertools.product(COPIES, names)) - {("DDP", "static beside a dense head")}  # which takes no such head
     found = {(way, name): trained(rank, name, COPIES[way]) for way, name in sorted(ways)}
-    model = parallelize_module(mlp()[0], meshed()["parallel"], {"head": MLP["head"]})
-    sparsify(model, 9, steps=STEPS)
+    model = sparsify(parallelize_module(mlp()[0], meshed()["parallel"], {"head": MLP["head"]}), 9, steps=STEPS)
     kept = {model.sparse_values, *model.head.parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=kept)
     found["over all"] = error_of(train, rank, model, mlp()[1])
