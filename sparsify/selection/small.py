@@ -107,9 +107,10 @@ def check_alike(batches: Iterable[SmallGradients]) -> None:
         tensor: Any
         for tensor, values in zip(small.tensors, small.values, strict=True):
             found[1 + tensor.number] = 0 if tensor.is_partial else values.norm()
-    everyone = collector.ranks.gather(found)
-    others = everyone[everyone[:, 0].long()]
-    apart = ((everyone - others).abs() > ALIKE * torch.maximum(everyone, others)).any(0)[1:]
+    first, norms = collector.ranks.gather(found).split([1, len(collector.tensors)], dim=1)
+    others = norms[first.squeeze(1).long()]
+    largest = torch.maximum(norms, others).clamp(min=ALIKE * norms.max())  # a smaller one may be the rounding of zero
+    apart = ((norms - others).abs() > ALIKE * largest).any(0)
     if bool(apart.any()):
         name = collector.tensors[int(apart.int().argmax())].name
         problem = f"`{name}` is whole on each tensor-parallel rank, and its gradient is another on each"

@@ -78,6 +78,8 @@ class CompiledGraphs:
         handles = [None if each is None or step.paused or each.dormant else each.handle for each in tensors]
         if all(handle is None for handle in handles):
             return weight if kind == "tap" else compute(kind, x, weight, bias)
+        if step.parallel > 1:
+            torch.compiler.disable(_refuse_parallel)()
         root = self.root_anchor
         training = torch.is_grad_enabled() and root.requires_grad
         return torch.ops.sparsify.use(kind, x, weight, bias, root, *handles, training, serial())
@@ -89,8 +91,6 @@ class CompiledGraphs:
 
     def enter(self) -> None:
         """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
-        if self._step.parallel > 1:
-            torch.compiler.disable(_refuse_parallel)()
         root, handle = self._traced_root()
         self._entry = torch.ops.sparsify.refresh(root, handle)
 
