@@ -63,7 +63,6 @@ def shard(model, **options):
 
 
 def own_part(batch, rank, parts=None):
-    """A rank's part of a batch, of as many as there are ranks, or copies of tensor-parallel ones."""
     return {name: values.chunk(parts or num_ranks())[rank] for name, values in batch.items()}
 
 

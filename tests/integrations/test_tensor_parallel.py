@@ -99,7 +99,6 @@ def meshed():
 
 
 def made(name, **more):
-    """A model, tensor-parallel where there are several processes, and its batches."""
     make, plan, settings = LIKE_ONE_PROCESS[name]
     model, batches = make(tp_size=2, tp_plan="auto") if plan is None and num_ranks() > 1 else make()
     if plan is not None and num_ranks() > 1:
