@@ -24,6 +24,8 @@ PLACES, NUMBERS = 16, 8  # integers in a header, at most
 
 # for each default group two of our own, as DDP uses that in a backward pass: of its kind, and for tensors on a CPU
 _GROUPS: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+# and by mesh that of the ranks with the same shards
+_COPIES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def num_ranks() -> int:
@@ -82,25 +84,39 @@ class Ranks:
         least, greatest = both.chunk(2)
         return -least, greatest
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """Sums the ranks' values, of any one shape, in place."""
+    def sum_(self, values: Tensor, op: Any = None) -> Tensor:
+        """Sums the ranks' values, of any one shape, in place, or reduces them by another operation."""
         if values.numel() and (ranks := num_ranks()) > 1:
-            self._call(dist.all_reduce, values)
+            self._call(dist.all_reduce, values, op=dist.ReduceOp.SUM if op is None else op)
             self.bytes_sent += 2 * values.nbytes * (ranks - 1) // ranks
         return values
 
-    def mean_share(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begins to average the ranks' values (n,), padded with zeros.
+    def copies(self, mesh: Any) -> Any:
+        """The group of the ranks that hold the same shards of a model, tensor-parallel over a mesh's last dimension."""
+        groups = _COPIES.setdefault(dist.group.WORLD, {})
+        if mesh not in groups:
+            shard, timeout = mesh.get_coordinate()[-1], timedelta(seconds=self.timeout)
+            shards = self.gather(torch.tensor([shard], device="cpu")).flatten().tolist()
+            for each in dict.fromkeys(shards):  # all ranks make all groups
+                group = dist.new_group([rank for rank, own in enumerate(shards) if own == each], timeout=timeout)
+                if each == shard:
+                    groups[mesh] = group
+        return groups[mesh]
+
+    def mean_share(self, values: Tensor, group: Any = None) -> Callable[[], Tensor]:
+        """Begins to average the values (n,), padded with zeros, of all ranks or those of a group.
 
         Returns:
             A function that waits for the mean, and returns this rank's share of it (ceil(n / ranks),).
         """
-        ranks = num_ranks()
+        ranks = dist.get_world_size(group)
+        if ranks == 1:
+            return lambda: values
         if missing := -values.numel() % ranks:
             values = torch.nn.functional.pad(values, (0, missing))
         share = values.new_empty(values.numel() // ranks)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
-        work = self._call(reduce_scatter, share, values, async_op=True)
+        work = self._call(reduce_scatter, share, values, async_op=True, group=group)
         self.bytes_sent += share.nbytes * (ranks - 1)
 
         def mean(values: Tensor = values) -> Tensor:  # the values live until then
@@ -118,8 +134,9 @@ class Ranks:
 
     def _call(self, collective: Any, *tensors: Any, **options: Any) -> Any:
         try:
-            group = {"group": self._group(tensors[-1].device)} if tensors else {}
-            return collective(*tensors, **group, **options)
+            if tensors:
+                options["group"] = options.get("group") or self._group(tensors[-1].device)
+            return collective(*tensors, **options)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.core.gradients import tap_gradient
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.errors import SparsifyError
 
@@ -28,7 +27,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if ctx.use.begin():
-            ctx.use.collect(tap_gradient(grad))
+            ctx.use.collect(ctx.use.tensor.gradient(grad))
         return None, None, None
 
 

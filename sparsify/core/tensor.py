@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.core.devices import put
-from sparsify.core.gradients import Gradient, as_matrix
+from sparsify.core.gradients import Gradient, as_matrix, tap_gradient
 from sparsify.errors import SparsifyError
 
 REENTRANT = (
@@ -145,6 +145,10 @@ class MaskedTensor:
     def not_candidates(self) -> Tensor:
         """Flat indices, in no order, of the entries that are unmasked already or in the frozen row."""
         return self.indices if self.frozen_row is None else torch.cat([self.indices, self.never_candidates])
+
+    def gradient(self, grad: Tensor) -> Gradient:
+        """The gradient of a tap, in the form that the collector takes."""
+        return tap_gradient(grad)
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the effective values (n,) at flat indices (n,)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sparsify.common.shards import is_shard
 from sparsify.core.taps import ReadParameters, tap
 
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
@@ -91,6 +92,8 @@ class FollowedParameters(ReadParameters):
     def keep(self, attribute: str, parameter: Any) -> None:
         super().keep(attribute, parameter)
         tensor = self.tensors[attribute]
+        if is_shard(parameter) and not getattr(tensor, "is_parallel", True):  # a copy's tensor may come later
+            tensor.collector.weights.mark_stale()  # by fully_shard(), or is refused at the next use
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter
         if type(parameter) is MaskedParameter:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
+from sparsify.common.shards import is_block, is_shard, parallel_style
 from sparsify.core.install import mark, masked_class
 from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
@@ -16,6 +17,7 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.parameters import FollowedParameters
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import MaskedLayerNorm
+from sparsify.masked.tensor import PARTIAL
 
 # full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
 _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -36,6 +38,10 @@ _FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
         "is constrained OFT's, which projects its weight in every forward, moving every entry; coft=False does not",
     ),
 }
+
+
+# transformers' tensor-parallel styles under which a module computes with DTensors, or with its whole parameters
+_PARALLEL = (None, "ColwiseParallel", "EmbeddingParallel", "RowwiseParallel", "SequenceParallel", PARTIAL)
 
 
 class MaskedParameterList(MaskedModule, nn.ParameterList):
@@ -65,6 +71,10 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) has a gradient hook on it, which would never run: a masked weight's gradient is not kept"
     elif foreign is not None:
         problem = foreign
+    elif (style := parallel_style(module)) not in _PARALLEL:
+        problem = f"({kind}) is tensor-parallel by transformers' {style}, which computes past its parameters"
+    elif is_shard(parameter) and not is_block(parameter):
+        problem = f"({kind}) is tensor-parallel in parts that are no block of it: {parameter.placements}"
     elif isinstance(module, nn.RNNBase):
         problem = f"({kind}) reads its weights from a flat list, past its named parameters"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -92,6 +102,8 @@ def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[n
     """Returns the masked form of exactly this class; ``None`` where its class stays."""
     if any(tensor.is_quantized for tensor in tensors.values()):
         return _quantized_class(module)
+    if any(is_shard(tensor.parameter) for tensor in tensors.values()):
+        return None  # DTensor's own operations compute it
     if type(module) is nn.ParameterList:
         return MaskedParameterList
     is_plain = "forward" not in module.__dict__ and module._parameters.keys() <= {"weight", "bias"}

@@ -1,4 +1,4 @@
-"""Masked tensors of a real model: sharded by FSDP2 at times, and known to compiled graphs by a number."""
+"""Masked tensors of a real model: sharded over ranks, some of them, and known to compiled graphs by a number."""
 
 from __future__ import annotations
 
@@ -9,13 +9,49 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsify.common.shards import full_values, is_shard, read_entries, read_own_entries, write_own_entries
+from sparsify.common.shards import (
+    Block,
+    block_of,
+    full_values,
+    is_shard,
+    parallel_style,
+    read_entries,
+    read_own_entries,
+    write_own_entries,
+)
 from sparsify.core.devices import put, upload
-from sparsify.core.gradients import DenseGradient, Gradient, Product
+from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.tensor import MaskedTensor
 
+PARTIAL = "ReplicatedWithGradAllReduce"  # transformers' tensor-parallel style of norms within heads
 _HANDLES = itertools.count()
 _BY_HANDLE: weakref.WeakValueDictionary[int, ModelTensor] = weakref.WeakValueDictionary()
+
+
+class BlockGradient(DenseGradient):
+    """The gradient of what this rank holds of a tensor-parallel weight; flat indices are those of the whole weight.
+
+    What is taken is multiplied by the number of ``shards``, and zero where another rank holds it: so the mean over all
+    ranks is the gradient, as it is of the weights that each of them has.
+    """
+
+    def __init__(self, values: Tensor, block: Block, shards: int) -> None:
+        super().__init__(values, owned=False)
+        self.block, self._shards = block, shards
+
+    def take(self, indices: Tensor) -> Tensor:
+        values = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
+        if not self.numel:
+            return values.new_zeros(indices.shape)
+        places, own = self.block.locate(indices)
+        return values.take(places).where(own, 0) * self._shards
+
+    def clear(self, indices: Tensor) -> None:
+        self.own()
+        places, own = self.block.locate(indices)
+        cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=places.device)  # one more for what others hold
+        cleared.index_fill_(0, places.where(own, self.numel), True)
+        self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
 
 
 class ModelTensor(MaskedTensor):
@@ -26,6 +62,11 @@ class ModelTensor(MaskedTensor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.is_parallel = is_shard(self.parameter)  # whether it is a DTensor of a tensor-parallel model
+        placements = self.parameter.placements if self.is_parallel else ()
+        self.is_partial = parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
+        # ranks that its entries are on, each on one
+        self.shards = self.parameter.device_mesh.size() if any(not each.is_replicate() for each in placements) else 1
         self.handle = self._new_handle()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,6 +101,19 @@ class ModelTensor(MaskedTensor):
         if isinstance(gradient, Product) and gradient.looked_up is None:
             return DenseGradient(gradient.left[:, rows].t() @ gradient.right, rows)
         return DenseGradient(gradient.take(self.never_candidates).view(rows.numel(), -1), rows)
+
+    def gradient(self, grad: Any) -> Gradient:
+        if not is_shard(grad):
+            return super().gradient(grad * self.collector.parallel if self.is_partial else grad)
+        local = grad.redistribute(placements=self.parameter.placements).to_local()  # sums what ranks have terms of
+        if self.shards == 1:
+            return super().gradient(local)
+        return BlockGradient(as_matrix(local), block_of(self.parameter), self.shards)
+
+    @property
+    def local(self) -> Tensor:
+        """(n,) the effective values that this rank holds."""
+        return self.parameter.detach().to_local().reshape(-1)
 
     @property
     def weight(self) -> Tensor:

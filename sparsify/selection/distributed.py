@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
-from sparsify.masked.tensor import matrix_shape
+from sparsify.masked.tensor import BlockGradient, matrix_shape
 from sparsify.selection.device_topk import DeviceTopK, keep_best
 from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
 from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
+BLOCK_AT_ONCE = 1 << 23  # entries of a tensor-parallel weight's gradient, at 12 bytes each
 MOST_WAITING = 1 << 23  # entries of gradients that wait for others, to share a header with them
 
 
@@ -33,7 +35,7 @@ class RanksSelector(StreamingSelector):
 
     def __init__(
         self, topk: TopK | DeviceTopK, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
-        tensors: Sequence[MaskedTensor],
+        tensors: Sequence[Any],
     ) -> None:  # fmt: skip
         super().__init__(topk, importance, work, masked_only)
         self._ranks, self._names = ranks, [tensor.name for tensor in tensors]
@@ -45,6 +47,8 @@ class RanksSelector(StreamingSelector):
         self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
         self._waiting: list[tuple[MaskedTensor, DenseGradient]] = []
         self._begun: Callable[[], None] | None = None  # offers what is being averaged
+        meshes = [tensor.parameter.device_mesh for tensor in tensors if tensor.shards > 1]
+        self._copies = ranks.copies(meshes[0]) if meshes else None
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         excluded, is_large = self._excluded(tensor), tensor.numel > MOST_AT_ONCE
@@ -68,7 +72,10 @@ class RanksSelector(StreamingSelector):
             waiting, self._waiting = self._waiting, []
             self._ranks.headers([tensor.number for tensor, _ in waiting], (), self._names)
             for tensor, dense in waiting:
-                self._offer_mean(tensor, partial(some_rows, dense))
+                if isinstance(dense, BlockGradient):
+                    self._offer_mean_of_block(tensor, dense)
+                else:
+                    self._offer_mean(tensor, partial(some_rows, dense))
 
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         self._offer_waiting()
@@ -92,6 +99,15 @@ class RanksSelector(StreamingSelector):
             rows = rows_of(start, min(start + at_once, height)).to(self._dtype)
             self._offer_share(entries[start * cols :], rows.view(-1), tensor.offset + start * cols)
 
+    def _offer_mean_of_block(self, tensor: Any, gradient: BlockGradient) -> None:
+        """Averages what this rank holds of a weight over the ranks that hold the same."""
+        weight, values = tensor.local, gradient.values.reshape(-1)
+        for start in range(0, values.numel(), BLOCK_AT_ONCE):
+            grad = values[start : start + BLOCK_AT_ONCE].to(self._dtype)
+            places = torch.arange(start, start + grad.numel(), device=grad.device)
+            ids = gradient.block.indices(places) + tensor.offset
+            self._offer_share(weight[start:], grad, 0, ids, self._copies)
+
     def _offer_mean_of_small(self) -> None:
         by_device: dict[torch.device, SmallGradients] = {}
         for tensor, gradient in self._small.items():
@@ -103,13 +119,15 @@ class RanksSelector(StreamingSelector):
             weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
             self._offer_share(weight, grad.to(self._dtype), 0, ids)
 
-    def _offer_share(self, weight: Tensor, grad: Tensor, offset: int, ids: Tensor | None = None) -> None:
+    def _offer_share(
+        self, weight: Tensor, grad: Tensor, offset: int, ids: Tensor | None = None, group: Any = None
+    ) -> None:
         """Averages gradients (n,), to offer this rank's share, of weights (n or more,) and global ids (n,)."""
-        number, averaged = grad.numel(), self._ranks.mean_share(grad)
+        number, averaged = grad.numel(), self._ranks.mean_share(grad, group)
 
         def offer() -> None:
             mean = averaged()
-            first = dist.get_rank() * mean.numel()
+            first = dist.get_rank(group) * mean.numel()
             share = slice(first, min(first + mean.numel(), number))  # without padding
             if first < number:
                 mean, own = mean[: share.stop - first], None if ids is None else ids[share]

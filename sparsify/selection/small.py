@@ -4,24 +4,27 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsify.common.shards import is_shard
 from sparsify.core.devices import upload
 from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
+from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import matrix_shape
 
+ALIKE = 1e-2  # by which share two norms of one gradient may differ, as sums in bfloat16 do
 LARGEST = 1 << 14  # entries of a small tensor
 
 
-def is_small(tensor: MaskedTensor) -> bool:
-    """Whether a tensor's gradient is to be batched."""
-    return tensor.numel <= LARGEST
+def is_small(tensor: Any) -> bool:
+    """Whether a tensor's gradient is to be batched; not where each rank has a part of it."""
+    return tensor.numel <= LARGEST and tensor.shards == 1
 
 
 class BatchingPass(Pass):
@@ -43,6 +46,7 @@ class BatchingPass(Pass):
 
     def settle_rest(self) -> None:
         super().settle_rest()
+        check_alike(self._small.values())
         for small in self._small.values():
             entries = small.tensors[0].collector.entries
             slots, indices = zip(*[entries.of(tensor.number) for tensor in small.tensors], strict=True)
@@ -89,6 +93,29 @@ class SmallGradients:
         """Where some flat indices of each tensor are in the joined gradients."""
         places = torch.cat(list(indices)).to(self.values[0].device)
         return places + _repeated(self._starts, [own.numel() for own in indices], places.device)
+
+
+def check_alike(batches: Iterable[SmallGradients]) -> None:
+    """Raises ``SparsifyError`` where tensor-parallel ranks differ in a gradient that all of them have."""
+    collector = next((small.tensors[0].collector for small in batches), None)
+    if collector is None or collector.parallel == 1 or collector.sharded or collector.entries.step > 1:
+        return
+    mesh = next(p.device_mesh for p in collector.root.parameters() if is_shard(p))
+    found = torch.zeros(1 + len(collector.tensors), dtype=torch.float64, device="cpu")
+    found[0] = mesh.mesh.min()  # the first rank of this copy of the model
+    for small in batches:
+        tensor: Any
+        for tensor, values in zip(small.tensors, small.values, strict=True):
+            found[1 + tensor.number] = 0 if tensor.is_partial else values.norm()
+    first, norms = collector.ranks.gather(found).split([1, len(collector.tensors)], dim=1)
+    others = norms[first.squeeze(1).long()]
+    largest = torch.maximum(norms, others).clamp(min=ALIKE * norms.max())  # a smaller one may be the rounding of zero
+    apart = ((norms - others).abs() > ALIKE * largest).any(0)
+    if bool(apart.any()):
+        name = collector.tensors[int(apart.int().argmax())].name
+        problem = f"`{name}` is whole on each tensor-parallel rank, and its gradient is another on each"
+        remedy = "parallelize what sees a rank's tokens or heads alone, as a norm within heads (SequenceParallel), and"
+        raise SparsifyError(f"{problem}: {remedy} give these ranks the same batches, one for each copy of the model.")
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:

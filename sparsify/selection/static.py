@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from sparsify.common.names import plain_name
+from sparsify.common.shards import full_values
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
@@ -103,7 +104,7 @@ def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tens
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         yield from (importance.score(block, generator) for block in in_blocks(tensor.weight))
         return
-    for weight, block in zip(in_blocks(tensor.weight), in_blocks(total), strict=True):
+    for weight, block in zip(in_blocks(tensor.weight), in_blocks(full_values(total)), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
         yield scores.where((block != 0) & (scores > 0), -torch.inf)

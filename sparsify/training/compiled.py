@@ -45,7 +45,7 @@ class CompiledGraphs:
     """The graphs of a training step's model; their operators (masked/compiled.py) bring in the compiler."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._step = step  # takes the gradients
+        self._step: Any = step  # takes the gradients
         self._entry: Tensor | None = None  # the root anchor of the forward pass that is being compiled
         self._uses: defaultdict[ModelTensor, list[Use]] = defaultdict(list)  # that wait for their backward
         self._kept = False  # whether a graph was kept in this optimizer step
@@ -81,6 +81,8 @@ class CompiledGraphs:
         handles = [None if each is None or step.paused or each.dormant else each.handle for each in tensors]
         if all(handle is None for handle in handles):
             return weight if kind == "tap" else compute(kind, x, weight, bias)
+        if step.parallel > 1:
+            torch.compiler.disable(_refuse_parallel)()
         root = self.root_anchor
         training = torch.is_grad_enabled() and root.requires_grad
         return torch.ops.sparsify.use(kind, x, weight, bias, root, *handles, training, serial())
@@ -144,6 +146,10 @@ class CompiledGraphs:
     def step_done(self) -> None:
         self._uses.clear()
         self._kept = False
+
+
+def _refuse_parallel() -> None:
+    raise SparsifyError("a tensor-parallel model trains without torch.compile: the operators here take no DTensors.")
 
 
 def _frozen(module: Any, attribute: str) -> tuple[Any, Any]:

@@ -13,11 +13,11 @@ from torch import distributed as dist
 
 from sparsify.common.ranks import BEGIN, Ranks, num_ranks
 from sparsify.common.raw_bits import digest
-from sparsify.common.shards import check_shards, is_first_copy, is_fully_sharded, is_shard, read_own_entries, reshard
+from sparsify.common.shards import check_shards, is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.core.entries import BASE, VALUES, Entries, count_by_tensor
-from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
+from sparsify.masked.tensor import ModelTensor
 from sparsify.training.entries import ModelEntries
 
 SAMPLED = 4096  # entries of each tensor that stand for all of them
@@ -75,58 +75,58 @@ def agree(entries: Entries, ranks: Ranks, winners: Winners, finite: Tensor) -> t
     return sizes, bool(is_finite)
 
 
-def _sample(tensor: MaskedTensor) -> str:
+def _sample(tensor: ModelTensor) -> str:
     if is_shard(tensor.parameter):
         return "sharded"  # there is only one
     flat = tensor.weight.reshape(-1)
     return digest(flat[:: max(1, flat.numel() // SAMPLED)])
 
 
-def check_sharding(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
+def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: int) -> None:
     """Raises where ``fully_shard`` was called in a way that cannot work; before the first forward under it."""
     if quantized := [tensor.name for tensor in tensors if tensor.is_quantized]:
         raise SparsifyError(f"`{quantized[0]}` is quantized; such a model trains with DDP, not with fully_shard().")
-    for module, name, parameter in _managed(root):
+    for module, name, parameter, is_parallel in _managed(root):
         if module is root and name == VALUES:
             problem = "fully_shard() has sharded the flat delta, and would round it with a mixed precision policy"
             remedy = f"Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with accelerate:"
             keep = "sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules"
             raise SparsifyError(f"{problem}. {remedy} {keep}.")
-        check_shards(name, parameter)
+        check_shards(name, parameter, parallel, is_parallel=is_parallel)
 
 
-def check_root(root: nn.Module, tensors: Sequence[MaskedTensor]) -> None:
+def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:
     if num_ranks() == 1 or is_fully_sharded(root):
         return
-    sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter)]
+    sharded = [tensor.name for tensor in tensors if is_shard(tensor.parameter) and not tensor.is_parallel]
     sharded += [name for name, module in root.named_modules() if is_fully_sharded(module)]
     if sharded:
         remedy = "call fully_shard() on its blocks and then on the very model that was given to sparsify(), with"
-        remedy += f" ignored_params={{model.{VALUES}}}."
+        remedy += f" ignored_params={{model.{VALUES}}}; parallelize_module() belongs before sparsify()."
         raise SparsifyError(f"`{sharded[0]}` is sharded, but not the model that was sparsified; {remedy}")
 
 
 @torch.no_grad()
-def read_base(tensors: Sequence[MaskedTensor], entries: ModelEntries, ranks: Ranks, first: int) -> None:
+def read_base(tensors: Sequence[ModelTensor], entries: ModelEntries, ranks: Ranks, first: int) -> None:
     """Sets the base values of the entries from slot ``first`` on to their weights; on all ranks, after a backward."""
     reshard(entries.root)
-    base = torch.zeros(entries.count, dtype=entries.values.dtype, device=entries.values.device)
+    base = torch.full_like(entries.values.detach()[: entries.count], -torch.inf)
     for tensor in tensors:
         new = tensor.slots >= first
-        if is_first_copy(tensor.parameter) if is_shard(tensor.parameter) else dist.get_rank() == 0:
-            read = read_own_entries(tensor.parameter, tensor.indices[new])
-            base[tensor.slots[new].to(base.device)] = read.to(base)
+        read = read_own_entries(tensor.parameter, tensor.indices[new], others=-torch.inf)
+        base[tensor.slots[new].to(base.device)] = read.to(base)
     buffer = entries.root.get_buffer(BASE)
-    buffer[first : entries.count] = ranks.sum_(base[first:]).to(buffer)
+    buffer[first : entries.count] = ranks.sum_(base[first:], dist.ReduceOp.MAX).to(buffer)
     entries.remember()
 
 
-def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The parameters that FSDP2 shards: module, name in it, and this rank's part."""
+def _managed(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
+    """The parameters that FSDP2 shards: module, name in it, this rank's part, and whether it was a DTensor before."""
     for module in root.modules():
         if is_fully_sharded(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
             for group in groups:
                 for sharded in group.fsdp_params if group is not None else ():
-                    yield sharded._module_info.module, sharded._module_info.param_name, sharded.sharded_param
+                    info = sharded._module_info
+                    yield info.module, info.param_name, sharded.sharded_param, sharded.is_dtensor

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE
 from sparsify.common.ranks import END, Ranks, num_ranks
-from sparsify.common.shards import is_fully_sharded
+from sparsify.common.shards import is_fully_sharded, parallel_ranks
 from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
@@ -88,6 +88,7 @@ class Engine(TrainingStep):
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
+        self.parallel = parallel_ranks(plan.model)  # that each copy of a tensor-parallel model is on
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that the root loads: whether it has entries, prefix, all names of a trained state
         self.loading: tuple[bool, str, set[str] | None] = (False, "", None)
@@ -279,7 +280,8 @@ class Engine(TrainingStep):
         grad = super().finish(current)
         if self.policy.active is not None:
             grad.masked_fill_(~self.policy.active, 0)
-        return self.ranks.average_(grad) if self.sharded else grad  # DDP averages it by itself
+        # DDP averages it by itself, over copies of tensor-parallel ranks
+        return self.ranks.average_(grad) if self.sharded or self.parallel > 1 else grad
 
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written

@@ -26,12 +26,12 @@ def install(plan: Plan) -> None:
             watch()  # after the hook that counts steps, which asks for those that have begun
             model.register_buffer(SETTINGS, None)
             record_settings(engine)
+            for parameter in plan.targets.frozen.values():
+                parameter.requires_grad_(False)
             place_hooks(engine)
             engine.source = DeltaSource(engine)
             engine.root_anchor()
             mark_trainable(model)
-            for parameter in plan.targets.frozen.values():
-                parameter.requires_grad_(False)
         engine.start(plan.selected)
     except BaseException:  # out of memory, or an interrupt
         with uninterrupted():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsify.adapters.insert import Adapter
 from sparsify.common.names import ENGINE, SETTINGS, base_name, input_table, plain_model, plain_name
 from sparsify.common.quantized import is_quantized
-from sparsify.common.shards import is_shard
+from sparsify.common.shards import check_parallel
 from sparsify.core.entries import VALUES
 from sparsify.core.install import Owners, frozen_row
 from sparsify.core.module import TENSORS
@@ -85,9 +85,8 @@ def check_model(model: Any) -> None:
             raise SparsifyError(f"`{name or '(root)'}` is already sparsified; call desparsify(model) first.")
     if taken := [name for name in STATE if hasattr(model, name)]:
         raise SparsifyError(f"the model's own `{taken[0]}` is in the way; rename it, or sparsify the module within.")
+    check_parallel(model)
     for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            raise SparsifyError(f"`{name}` is sharded; call sparsify() on the plain model, and fully_shard() later.")
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(f"`{name}` is partitioned by DeepSpeed ZeRO stage 3; use stage 1 or 2, or FSDP2.")
 

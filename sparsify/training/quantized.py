@@ -35,12 +35,13 @@ SAVE = "save_pretrained"  # attribute of a transformers model
 
 
 def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
-    quantized = [tensor for tensor in tensors if tensor.is_quantized]
     pruned = isinstance(strategy.selection, Prune)
-    if quantized and (pruned or strategy.calibrates):
-        what = "cannot be pruned" if pruned else "has no dense gradient to calibrate by"
-        remedy = "take another strategy, such as id3 or pafi, or leave quantized layers out with exclude_modules."
-        raise SparsifyError(f"`{quantized[0].name}` is quantized ({quantized[0].scheme}) and {what}; {remedy}")
+    for tensor in tensors if pruned or strategy.calibrates else ():
+        if tensor.is_quantized or (tensor.is_parallel if pruned else tensor.is_partial):
+            kind = f"quantized ({tensor.scheme})" if tensor.is_quantized else "tensor-parallel"
+            what = "cannot be pruned" if pruned else "has no dense gradient to calibrate by"
+            remedy = "take another strategy, such as id3 or pafi, or leave such layers out with exclude_modules."
+            raise SparsifyError(f"`{tensor.name}` is {kind} and {what}; {remedy}")
 
 
 def check_unchanged(tensors: Sequence[ModelTensor]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
-from sparsify.common.shards import is_fully_sharded
+from sparsify.common.shards import is_fully_sharded, is_shard
 from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
 from sparsify.delta.format import replace_file
@@ -60,8 +60,7 @@ def place_hooks(engine: Engine) -> None:
     ]
     parts = [part for part in root.modules() if part is not root and {"save", "save_pretrained"} & set(dir(type(part)))]
     engine.hooks += [part.register_state_dict_pre_hook(_before_part_state_dict) for part in parts]
-    # distributed.py compares these; they grow, and in a broadcast that would go unnoticed
-    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *BUFFERS, SETTINGS])
+    setattr(root, NOT_BROADCAST, [*getattr(root, NOT_BROADCAST, ()), *_not_broadcast(root)])
     if hasattr(root, IGNORED_ON_SAVE) and not isinstance(getattr(type(root), IGNORED_ON_SAVE, None), property):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE) or ()) | set(STATE))
 
@@ -71,11 +70,17 @@ def remove_hooks(engine: Engine) -> None:
     root = engine.root
     if getattr(root, IGNORED_ON_SAVE, None):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
-    others = [name for name in getattr(root, NOT_BROADCAST) if name not in STATE]
+    others = [name for name in getattr(root, NOT_BROADCAST) if name not in _not_broadcast(root)]
     setattr(root, NOT_BROADCAST, others) if others else delattr(root, NOT_BROADCAST)
     for handle in engine.hooks:
         handle.remove()
     del root.__dict__[ENGINE]
+
+
+def _not_broadcast(root: nn.Module) -> list[str]:
+    """What DDP may not broadcast: what it would not notice to have grown, and distributed.py compares, and DTensors."""
+    frozen = [name for name, p in root.named_parameters() if is_shard(p) and not p.requires_grad]
+    return [*BUFFERS, SETTINGS, *frozen]
 
 
 def _before_forward(root: nn.Module, args: Any) -> None:
@@ -83,7 +88,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         raise SparsifyError("replicated by nn.DataParallel, the model trains nothing; set CUDA_VISIBLE_DEVICES to one.")
     engine: Engine = root.__dict__[ENGINE]
     if not engine.was_sharded and is_fully_sharded(root):
-        check_sharding(engine.root, engine.tensors)
+        check_sharding(engine.root, engine.tensors, engine.parallel)
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
         engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)

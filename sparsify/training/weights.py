@@ -115,10 +115,10 @@ class EffectiveWeights:
         tensors, values = self._tensors, self._entries.values.detach()
         # an optimizer step that is compiled traces this, and an address means nothing to a graph
         traced = torch.compiler.is_dynamo_compiling()
+        check_root(self._entries.root, tensors)
         for tensor in () if traced else tensors:
             if tensor.owner._parameters.get(tensor.attribute) is not tensor.parameter:
                 raise SparsifyError(REPLACED.format(name=tensor.name))
-        check_root(self._entries.root, tensors)
         self.reshard()
         self._written = None  # an interrupted write is repeated
         self._addresses = None
@@ -196,7 +196,8 @@ class EffectiveWeights:
     def has_other_base(self, tensor: ModelTensor, digests: Digests) -> bool:
         """Whether a weight has other pretrained values than in the ``digests`` of the base, as far as that is known."""
         dtype, known = digests.get(tensor.name, (None, ""))
-        return dtype == tensor.dtype and not is_shard(tensor.parameter) and digest(tensor.base_weight) != known
+        is_known = dtype == tensor.dtype and (tensor.is_parallel or not is_shard(tensor.parameter))
+        return is_known and digest(tensor.base_weight) != known
 
     def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
         """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""

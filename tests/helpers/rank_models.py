@@ -5,10 +5,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import build
+from models import build, loss_of
 from oracle import unmasked_sets
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsify import SparsifyError, get_engine
@@ -51,9 +52,18 @@ def mlp(seed=0):
     return model, batches[:STEPS]
 
 
-def own_part(batch, rank):
-    ranks = num_ranks()
-    return {name: values.chunk(ranks)[rank] for name, values in batch.items()}
+def shard(model, **options):
+    """Block by block, then the model itself, as the documentation says; nothing where there is one process."""
+    if num_ranks() > 1:
+        for block in model.children():
+            if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
+                fully_shard(block, **options)
+        fully_shard(model, ignored_params={model.sparse_values}, **options)
+    return model
+
+
+def own_part(batch, rank, parts=None):
+    return {name: values.chunk(parts or num_ranks())[rank] for name, values in batch.items()}
 
 
 def mean_over_ranks(loss):
@@ -63,7 +73,7 @@ def mean_over_ranks(loss):
     return loss.item() / num_ranks()
 
 
-def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
+def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None, parts=None):
     """Trains a model, as ``parallel`` wraps it; returns mean losses, unmasked sets, entries, what each step sent."""
     parallel, engine = parallel or model, get_engine(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -76,10 +86,10 @@ def train(rank, model, batches, *, micro=1, steps=STEPS, parallel=None):
             is_last = part + 1 == micro
             if hasattr(parallel, "set_requires_gradient_sync"):  # of FSDP2
                 parallel.set_requires_gradient_sync(is_last)
-            batch = own_part({name: values.chunk(micro)[part] for name, values in batches[step].items()}, rank)
+            batch = {name: values.chunk(micro)[part] for name, values in batches[step].items()}
             is_waiting = isinstance(parallel, DistributedDataParallel) and not is_last
             with parallel.no_sync() if is_waiting else nullcontext():
-                loss = parallel(**batch) / micro
+                loss = loss_of(parallel, own_part(batch, rank, parts)) / micro
                 loss.backward()
             losses.append(mean_over_ranks(loss))
         optimizer.step()
@@ -92,7 +102,7 @@ def assert_like(results, alone):
     for own in results:
         assert own["sets"] == alone["sets"]
         assert own["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        for name in own.keys() & {"delta", "base", "head", "entries"}:
+        for name in own.keys() & {"delta", "base", "head", "entries", "whole", "gradient"}:
             torch.testing.assert_close(own[name], alone[name], rtol=1e-4, atol=1e-5)
 
 

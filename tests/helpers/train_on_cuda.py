@@ -239,7 +239,11 @@ def two_ranks(mocked):
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mocks = {"gather": gather, "mean_share": lambda _, own: lambda: own / 2, "_range": lambda _, own: (own, own)}
+        mocks = {
+            "gather": gather,
+            "mean_share": lambda _, own, group=None: lambda: own / 2,
+            "_range": lambda _, own: (own, own),
+        }
         with patch.multiple(Ranks, **mocks):
             yield
     finally:

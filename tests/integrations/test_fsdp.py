@@ -16,11 +16,11 @@ from rank_models import (
     mlp,
     own_part,
     selecting,
+    shard,
     train,
     words,
 )
 from rank_processes import on_ranks
-from torch import nn
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,17 +38,6 @@ from sparsify import DeltaPublisher, DeltaSubscriber, SparseDelta, base_weights,
 from sparsify.api import get_engine, summary
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.distributed import check_ranks
-
-
-def shard(model, **options):
-    """Block by block, then the model itself, as the documentation says; nothing where there is one process."""
-    if num_ranks() > 1:
-        for block in model.children():
-            if getattr(block, "weight", None) is not getattr(getattr(model, "table", None), "weight", nn):
-                fully_shard(block, **options)
-        fully_shard(model, ignored_params={model.sparse_values}, **options)
-    return model
-
 
 # name -> model and batches, arguments of sparsify()
 LIKE_ONE_PROCESS = {

@@ -1,0 +1,258 @@
+"""Tensor-parallel models train as one process does, alone and in copies: gloo processes, many runs a spawn."""
+
+import copy
+import itertools
+import re
+import tempfile
+from unittest.mock import patch
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from models import llama, next_tokens
+from rank_models import STEPS, assert_like, error_of, mlp, selecting, shard, train, words
+from rank_processes import on_ranks
+from safetensors.torch import save_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sparsify import SparseDelta, base_weights, desparsify, sparsify, summary, trained_state
+from sparsify.common.ranks import num_ranks
+from sparsify.common.shards import Block
+from sparsify.core.importance import D3
+from sparsify.integrations.distributed import check_ranks
+from sparsify.strategies.importance import Magnitude
+from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
+
+BUDGET = 150  # enough for entries in all kinds of tensors
+SHARED = {"output_layouts": Replicate()}
+WORDS = {
+    "table": RowwiseParallel(input_layouts=Replicate()),
+    "wide": ColwiseParallel(),
+    "narrow": RowwiseParallel(),
+    "again": ColwiseParallel(**SHARED),
+    "out": ColwiseParallel(**SHARED),
+}
+MLP = {  # 3 rows on two ranks, and a norm that sees half of the examples
+    "first": ColwiseParallel(output_layouts=Shard(0)),
+    "norm": SequenceParallel(sequence_dim=0),
+    "second": ColwiseParallel(input_layouts=Shard(0), **SHARED),
+    "head": ColwiseParallel(**SHARED),
+}
+LLAMA = {
+    "model.embed_tokens": ColwiseParallel(**SHARED),
+    **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    **{f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(**SHARED),
+}
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    model, batch = llama(num_key_value_heads=2)
+    return model.double(), [batch() for _ in range(STEPS)]
+
+
+def loaded(**settings):
+    """Qwen3, whose norms within heads see those of one rank, as transformers loads it."""
+    import transformers
+
+    torch.manual_seed(0)
+    _, config, sizes, _ = ARCHITECTURES["qwen3"]
+    config = getattr(transformers, config)(**{**sizes, "vocab_size": 40, "num_key_value_heads": 2})
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_model(transformers.Qwen3ForCausalLM(config), f"{folder}/model.safetensors", metadata={"format": "pt"})
+        options = {"dtype": torch.float64, "distributed_config": settings or None}
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model, [next_tokens() for _ in range(STEPS)]
+
+
+# name -> model and batches, plan, arguments of sparsify()
+LIKE_ONE_PROCESS = {
+    "tied and twice used": (words, WORDS, {}),
+    "selecting as on a device": (words, WORDS, {}),
+    "accumulating": (words, WORDS, {}),
+    "checkpointed": (words, WORDS, {}),
+    "by magnitude": (words, WORDS, {"strategy": Strategy(Magnitude(), Increment())}),
+    "repeat": (words, WORDS, {"strategy": Strategy(D3(), Repeat()), "budget": 60}),
+    "calibrated by examples": (words, WORDS, {"strategy": "fish", "steps": None}),
+    "calibrated": (mlp, MLP, {"strategy": Strategy(D3(), Static()), "steps": None}),
+    "rows that do not divide": (mlp, MLP, {}),
+    "static beside a dense head": (mlp, MLP, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}),
+    "llama": (tiny_llama, LLAMA, {"trainable_token_indices": [3, 30]}),
+    "loaded by its plan": (loaded, None, {}),
+    "norms within heads": (loaded, None, {"target_modules": ["q_norm", "k_norm"], "budget": 32}),
+}
+
+
+def meshed():
+    return init_device_mesh("cpu", (num_ranks() // 2, 2), mesh_dim_names=("copies", "parallel"))
+
+
+def made(name, **more):
+    make, plan, settings = LIKE_ONE_PROCESS[name]
+    model, batches = make(tp_size=2, tp_plan="auto") if plan is None and num_ranks() > 1 else make()
+    if plan is not None and num_ranks() > 1:
+        parallelize_module(model, meshed()["parallel"], plan)
+        if make is words:
+            model.out.weight = model.table.weight
+    if "calibrated" in name:
+        settings = {**settings, "calibration": batches[:2], "loss_fn": lambda model, batch: model(**batch)}
+    return sparsify(model, **{"budget": BUDGET, "steps": STEPS, **settings, **more}), batches
+
+
+def trained(rank, name, wrap=lambda model: model):
+    with selecting("device" if "device" in name else "cpu", small=100):
+        model, batches = made(name)
+        if name == "checkpointed":
+            wide = model.wide.forward
+            model.wide.forward = lambda hidden: checkpoint(wide, hidden, use_reentrant=False)
+        micro, parts = 2 if name == "accumulating" else 1, max(1, num_ranks() // 2)
+        result = train(rank // 2, model, batches, parallel=wrap(model), micro=micro, parts=parts)
+    check_ranks(model)
+    assert summary(model, verify=True).verification.ok
+    delta = SparseDelta.from_model(model)
+    result |= {"entries": {name: (own.indices, own.values) for name, own in delta.tensors.items()}}
+    return result | {"whole": delta.whole, "gradient": model.sparse_values.grad}
+
+
+def state(rank):
+    """What is saved in the middle goes on, on parallel ranks; delta and weights are those of a plain model."""
+    model, batches = made("tied and twice used")
+    train(0, model, batches, steps=3, parts=1)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    found = {"small": trained_state(model), "full": {name: value.clone() for name, value in full.items()}}
+    applied = SparseDelta.from_model(model).apply(words()[0]).named_parameters()
+    same = [torch.equal(parameter, found["full"][name]) for name, parameter in applied]
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    for name in ("small", "full"):
+        other, _ = made("tied and twice used")
+        set_model_state_dict(other, dict(found[name]), options=options)
+        found[f"{name}, resumed"] = train(0, other, batches[3:], steps=3, parts=1)
+    with torch.no_grad():
+        now, base = model(**batches[0]), words()[0](**batches[0])
+        with base_weights(model):
+            same.append(torch.allclose(model(**batches[0]), base))
+        same += [torch.equal(each(**batches[0]), now) for each in (model, copy.deepcopy(model))]
+        same.append(torch.equal(desparsify(model)(**batches[0]), now))
+    return found | {"same": same}
+
+
+def refused(rank):
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh, compiled, pruned = meshed()["parallel"], mlp()[0], mlp()[0]
+    late, placed, style, pieces, old = sparsify(mlp()[0], BUDGET, steps=STEPS), *[mlp()[0] for _ in range(4)]
+    for model in (late, compiled, pruned):
+        parallelize_module(model, mesh, MLP)
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parallel"))
+    placed.first.weight = nn.Parameter(distribute_tensor(placed.first.weight, other, [Replicate(), Shard(0)]))
+    apply_tensor_parallelism(style, mesh, {"first.weight": "colwise", "first": "packed_colwise"})
+    apply_tensor_parallelism(pieces, mesh, {"first.weight": "packed_colwise"})
+    old._tp_size = 2
+    with patch("sparsify.masked.tensor.PARTIAL", None):
+        heads = error_of(train, 0, *made("norms within heads"))
+    return {
+        "heads": heads,
+        "too late": error_of(train, 0, late, mlp()[1]),
+        "compiled": error_of(train, 0, torch.compile(sparsify(compiled, BUDGET, steps=STEPS)), mlp()[1]),
+        "pruned": error_of(sparsify, pruned, 9, Strategy(Magnitude(largest=True), Prune(pretrained=True))),
+        "calibrated": error_of(lambda: made("norms within heads", strategy="fish", calibration=[next_tokens()])),
+        "two dimensions": error_of(sparsify, placed, BUDGET),
+        "style": error_of(sparsify, style, BUDGET),
+        "pieces": error_of(sparsify, pieces, BUDGET),
+        "plain shards": error_of(sparsify, old, BUDGET),
+    }
+
+
+def all_scenarios(rank):
+    return {"state": state(rank), "refused": refused(rank)} | {name: trained(rank, name) for name in LIKE_ONE_PROCESS}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return on_ranks(2, all_scenarios)
+
+
+@pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
+def test_two_parallel_ranks_train_like_one_process(two, name):
+    assert_like([result[name] for result in two], trained(0, name))
+
+
+def test_states_and_deltas_leave_the_ranks_and_come_back(two):
+    alone, batches = made("tied and twice used")
+    train(0, alone, batches, steps=3, parts=1)
+    for name in ("small", "full"):
+        other, _ = made("tied and twice used")
+        other.load_state_dict(two[0]["state"][name], strict=name == "full")
+        resumed = train(0, other, batches[3:], steps=3, parts=1)
+        assert_like([result["state"][f"{name}, resumed"] for result in two], resumed)
+        torch.testing.assert_close(two[0]["state"]["full"], dict(alone.state_dict()), check_dtype=False)
+    assert all(all(result["state"]["same"]) for result in two)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("too late", r"is sharded, but not the model .* parallelize_module\(\) belongs before sparsify\(\)"),
+        ("heads", "[kq]_norm.weight` is whole on each .* parallelize what sees a rank's tokens or heads alone"),
+        ("compiled", "trains without torch.compile"),
+        ("pruned", "`first.weight` is tensor-parallel and cannot be pruned"),
+        ("calibrated", "q_norm.weight` is tensor-parallel and has no dense gradient to calibrate by"),
+        ("two dimensions", r"`first.weight` is sharded; call sparsify\(\) on the plain model"),
+        ("style", "`first.weight` cannot be masked: .* by transformers' PackedColwiseParallel, which computes past"),
+        ("pieces", "`first.weight` cannot be masked: .* parts that are no block of it"),
+        ("plain shards", "in plain tensors, as earlier versions of transformers load it"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(two, what, text):
+    for result in two:
+        assert re.search(text, result["refused"][what]), result["refused"][what]
+
+
+COPIES = {
+    "DDP": lambda model: DistributedDataParallel(model, process_group=meshed()["copies"].get_group()),
+    "FSDP2": lambda model: shard(model, mesh=meshed()["copies"]),
+}
+
+
+def all_copies(rank):
+    names = [name for name, (_, plan, _) in LIKE_ONE_PROCESS.items() if plan is not None and "calibrated" not in name]
+    ways = set(itertools.product(COPIES, names)) - {("DDP", "static beside a dense head")}  # which takes no such head
+    found = {(way, name): trained(rank, name, COPIES[way]) for way, name in sorted(ways)}
+    model = sparsify(parallelize_module(mlp()[0], meshed()["parallel"], {"head": MLP["head"]}), 9, steps=STEPS)
+    kept = {model.sparse_values, *model.head.parameters()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=kept)
+    found["over all"] = error_of(train, rank, model, mlp()[1])
+    return found
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_parallel_ranks_train_like_one_process_with_both_batches():
+    results = on_ranks(4, all_copies)
+    for result in results:
+        assert "expected fully_shard(module) along its rows, over all" in result.pop("over all")
+    for way, name in results[0]:
+        assert_like([result[way, name] for result in results], trained(0, name))
+
+
+def test_each_entry_is_in_one_block_at_one_place():
+    whole, seen = torch.arange(3 * 4 * 5), 0
+    for corner in itertools.product([(0, 2), (2, 1)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]):
+        starts, sizes = zip(*corner, strict=True)
+        block = Block((3, 4, 5), starts, sizes)
+        local = whole.view(3, 4, 5)[tuple(slice(start, start + size) for start, size in corner)].flatten()
+        places, own = block.locate(whole)
+        assert torch.equal(block.indices(torch.arange(local.numel())), local)
+        assert torch.equal(local[places[own]], whole[own])
+        seen = seen + own.int()
+    assert bool((seen == 1).all())
