@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sparsify.common.shards import is_shard
 from sparsify.core.taps import ReadParameters, tap
 
+_SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
 # methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
 _OF_ITSELF = {
@@ -41,6 +42,9 @@ class MaskedParameter(nn.Parameter):
         traced = torch.compiler.is_dynamo_compiling()
         if not traced and func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return Tensor._make_subclass(cls, *args)  # nn.Parameter(parameter) insists on one of its own class
+        if func in _SWITCHES and args[0].masked_tensor is not None:
+            requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            args[0].masked_tensor.collector.weights.set_frozen(args[0].masked_tensor, not requires_grad)
         if not torch.is_grad_enabled() or not _is_recorded(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -58,6 +58,7 @@ class ModelTensor(MaskedTensor):
     """A masked tensor whose parameter may be sharded over ranks."""
 
     dormant = False  # whether it has no unmasked entry and never will
+    is_frozen = False  # by requires_grad_(False), after sparsify()
     scheme: ClassVar[str | None] = None  # how the parameter is quantized
 
     def __post_init__(self) -> None:

@@ -78,7 +78,12 @@ class CompiledGraphs:
         from sparsify.masked.compiled import compute, serial
 
         step = self._step
-        handles = [None if each is None or step.paused or each.dormant else each.handle for each in tensors]
+        some_are_frozen = step.weights.some_are_frozen
+        frozen = [each is not None and (each.dormant or (each.is_frozen and some_are_frozen)) for each in tensors]
+        handles = [
+            None if each is None or step.paused or is_frozen else each.handle
+            for each, is_frozen in zip(tensors, frozen, strict=True)
+        ]
         if all(handle is None for handle in handles):
             return weight if kind == "tap" else compute(kind, x, weight, bias)
         if step.parallel > 1:

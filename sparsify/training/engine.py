@@ -139,10 +139,8 @@ class Engine(TrainingStep):
     def steps(self, steps: int | None) -> None:
         has_begun = self.step or self.passes
         if steps and self.steps and steps != self.steps and has_begun and not self.policy.static:
-            raise SparsifyError(
-                f"steps={steps:,} for a run that has begun with steps={self.steps:,}: entries are unmasked by these. "
-                f"extend(model, steps={steps}, optimizer=optimizer) gives a run more of them."
-            )
+            problem = f"steps={steps:,} for a run that has begun with steps={self.steps:,}"
+            raise SparsifyError(f"{problem}; extend(model, steps={steps}, optimizer=optimizer) gives it more.")
         self.policy.steps = steps
 
     @property
@@ -187,6 +185,10 @@ class Engine(TrainingStep):
         self.compiled.leave()
         if not torch.compiler.is_dynamo_compiling():
             del self._forward.begun[-1:]
+
+    def uses(self, tensors: Any) -> list[Any]:
+        uses, some_are_frozen = super().uses(tensors), self.weights.some_are_frozen
+        return [None if some_are_frozen and use is not None and use.tensor.is_frozen else use for use in uses]
 
     def root_anchor(self) -> Tensor:
         if self._forward.begun and self.current_root is not None:  # the root's forward has checked it
@@ -311,6 +313,7 @@ class Engine(TrainingStep):
             self._moves = 0
             self._forward.begun.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
+            self.weights.keep_frozen()
             super().optimizer_stepped()
         if optimizer is not None and not torch.compiler.is_dynamo_compiling():
             optimizer_steps.warn_of_late(self, optimizer)

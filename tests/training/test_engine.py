@@ -250,3 +250,29 @@ def test_a_module_that_got_no_gradient_is_named_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, batches, steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["random", "id3"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_part_that_is_frozen_in_a_run_stays_as_it_is_until_it_is_unfrozen(strategy, compiled):
+    model = sparsify(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), 30, strategy, steps=6)
+    if compiled:
+        model.compile(backend="aot_eager")
+    optimizer = torch.optim.AdamW([model.sparse_values], lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        return [(layer.weight.detach().clone(), layer.indices) for layer in (model[0], model[2])]
+
+    before = [step(), step()][-1]
+    model[0].requires_grad_(False)
+    frozen = [step(), step()][-1]
+    for own, held in zip(frozen[0], before[0], strict=True):
+        assert torch.equal(own, held)
+    assert not torch.equal(frozen[1][0], before[1][0])
+    model[0].weight.requires_grad = True
+    assert not torch.equal(step()[0][0], frozen[0][0])
+    model.requires_grad_(False).sparse_values.requires_grad_(True)  # as a preparation for k-bit training
+    assert not torch.equal(step()[0][0], frozen[0][0])
