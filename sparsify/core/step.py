@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ class TrainingStep:
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
+    frozen: Set[MaskedTensor] = frozenset()  # tensors that do not train for now
     around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
 
     def __init__(self, tensors: Sequence[MaskedTensor], entries: Entries, policy: Policy) -> None:
@@ -119,11 +120,14 @@ class TrainingStep:
             return [None for _ in tensors]
         # after the budget is spent a checkpoint may be recomputed, and what is selected be masked again
         checkpointed = not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        all_count, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
+        every, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
         # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
         graph = torch._C._current_graph_task_id()
         recomputed = graph != -1 and graph != self.around_forward
-        return [Use(tensor, root, recomputed) if all_count or counts[tensor.number] else None for tensor in tensors]
+        return [
+            Use(tensor, root, recomputed) if (every or counts[tensor.number]) and tensor not in self.frozen else None
+            for tensor in tensors
+        ]
 
     def root_anchor(self) -> Tensor:
         """(1,) that of the flat delta as it is now."""

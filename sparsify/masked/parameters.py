@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from sparsify.common.shards import is_shard
 from sparsify.core.taps import ReadParameters, tap
 
-_SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)
+_SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
 # methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
 _OF_ITSELF = {

@@ -78,8 +78,8 @@ class CompiledGraphs:
         from sparsify.masked.compiled import compute, serial
 
         step = self._step
-        some_are_frozen = step.weights.some_are_frozen
-        frozen = [each is not None and (each.dormant or (each.is_frozen and some_are_frozen)) for each in tensors]
+        some_are = len(step.frozen) > 0
+        frozen = [each is not None and (each.dormant or (each.is_frozen and some_are)) for each in tensors]
         handles = [
             None if each is None or step.paused or is_frozen else each.handle
             for each, is_frozen in zip(tensors, frozen, strict=True)

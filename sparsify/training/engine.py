@@ -186,10 +186,6 @@ class Engine(TrainingStep):
         if not torch.compiler.is_dynamo_compiling():
             del self._forward.begun[-1:]
 
-    def uses(self, tensors: Any) -> list[Any]:
-        uses, some_are_frozen = super().uses(tensors), self.weights.some_are_frozen
-        return [None if some_are_frozen and use is not None and use.tensor.is_frozen else use for use in uses]
-
     def root_anchor(self) -> Tensor:
         if self._forward.begun and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output

@@ -166,7 +166,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
     """Warns in the first step of tensors that got no gradient."""
     if step.reached is None:
         return
-    expected = [own for own in step.tensors if not own.is_frozen and (not step.policy.static or own.count)]
+    expected = [own for own in step.tensors if own not in step.frozen and (not step.policy.static or own.count)]
     names = [tensor.name for tensor in expected if tensor not in step.reached]
     if names:
         found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained"

@@ -94,7 +94,6 @@ class EffectiveWeights:
         self._written_dtype: torch.dtype | None = None
         self._version = self.writes = 0  # of the flat delta then, and how often they were written
         self._addresses: list[int] | None = None  # of the weights, where they were written by these
-        self._num_frozen = 0  # of the tensors
         # tensors whose weights state dicts of the model, or of a part, have replaced, with the last place to load them
         self.loaded: dict[ModelTensor, tuple[nn.Module, str]] = {}
 
@@ -135,24 +134,19 @@ class EffectiveWeights:
         self._written, self._written_dtype = values.clone(), tensors[0].dtype
         self._version, self.writes = values._version, self.writes + 1
 
-    @property
-    def some_are_frozen(self) -> bool:
-        """Whether some tensors are frozen; where all are, the model was prepared to train others, and none is."""
-        return 0 < self._num_frozen < len(self._tensors)
-
     def set_frozen(self, tensor: ModelTensor, is_frozen: bool) -> None:
-        """Has the entries of a tensor train no longer, or again."""
-        self._num_frozen += is_frozen - tensor.is_frozen
+        """Has the entries of a tensor train no longer, or again; none is frozen where all are, to train others."""
         tensor.is_frozen = is_frozen
+        frozen = {own for own in self._tensors if own.is_frozen}
+        self.step.frozen = frozen if len(frozen) < len(self._tensors) else frozenset()
 
     @torch.no_grad()
     def keep_frozen(self) -> None:
         """Takes back what an optimizer's momentum or decay has done to entries of tensors that are frozen."""
         values = self._entries.values.detach()
-        for tensor in self._tensors if self.some_are_frozen and self._written is not None else ():
-            if tensor.is_frozen:
-                slots = tensor.slots.to(values.device)
-                values[slots] = self._written[slots]
+        for tensor in self.step.frozen if self._written is not None else ():
+            slots = tensor.slots.to(values.device)
+            values[slots] = self._written[slots]  # type: ignore[index]
 
     def refresh(self) -> None:
         """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
