@@ -3,7 +3,9 @@
 Where ranks differ, all raise the same error. Under FSDP2 a rank reads the base values that it holds, for all.
 """
 
+import gc
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,6 +95,21 @@ def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: in
             keep = "sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules"
             raise SparsifyError(f"{problem}. {remedy} {keep}.")
         check_shards(name, parameter, parallel, is_parallel=is_parallel)
+
+
+def check_no_stage(root: nn.Module) -> None:
+    """Raises in a stage of a pipeline, whose backward waits for that of the next, which would wait for it to choose."""
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if kind is None or num_ranks() == 1:
+        return
+    stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+    if any(module is root for stage in stages for module in stage.submod.modules()):
+        problem = (
+            "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose together"
+        )
+        raise SparsifyError(
+            f"{problem}: shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
+        )
 
 
 def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:

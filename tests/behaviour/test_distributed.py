@@ -14,10 +14,12 @@ from oracle import unmasked_sets
 from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparseDelta, desparsify, get_engine, register_importance, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, register_importance, sparsify, summary
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.devices import runs_ahead
 from sparsify.core.gradients import DenseGradient
@@ -328,3 +330,16 @@ def test_a_rank_that_dies_or_stalls_is_an_error_within_the_time_limit(stalls):
     assert "rank 0 of 2 got no answer from rank 1 within 2 s, or lost it" in message
     assert "ranks.timeout" in message
     assert seconds < 60
+
+
+def test_a_stage_of_a_pipeline_is_refused_before_ranks_wait_for_each_other():
+    from torch.distributed.pipelining import PipelineStage
+
+    model, batches = mlp()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        stage = PipelineStage(nn.Sequential(sparsify(model, BUDGET, steps=STEPS)), 0, 2, torch.device("cpu"))
+        with pytest.raises(SparsifyError, match=r"is a stage of a pipeline .*: shard it instead, by fully_shard\(\)"):
+            stage.submod[0](**batches[0])
+    finally:
+        dist.destroy_process_group()
