@@ -78,12 +78,8 @@ class CompiledGraphs:
         from sparsify.masked.compiled import compute, serial
 
         step = self._step
-        some_are = len(step.frozen) > 0
-        frozen = [each is not None and (each.dormant or (each.is_frozen and some_are)) for each in tensors]
-        handles = [
-            None if each is None or step.paused or is_frozen else each.handle
-            for each, is_frozen in zip(tensors, frozen, strict=True)
-        ]
+        idle = [each is None or step.paused or each.dormant or each.is_frozen for each in tensors]
+        handles = [None if is_idle else each.handle for each, is_idle in zip(tensors, idle, strict=True)]
         if all(handle is None for handle in handles):
             return weight if kind == "tap" else compute(kind, x, weight, bias)
         if step.parallel > 1:

@@ -135,10 +135,11 @@ class EffectiveWeights:
         self._version, self.writes = values._version, self.writes + 1
 
     def set_frozen(self, tensor: ModelTensor, is_frozen: bool) -> None:
-        """Has the entries of a tensor train no longer, or again; none is frozen where all are, to train others."""
-        tensor.is_frozen = is_frozen
-        frozen = {own for own in self._tensors if own.is_frozen}
+        """Has the entries of a tensor train no longer, or again; who freezes all prepares the model to train others."""
+        frozen = (self.step.frozen | {tensor}) if is_frozen else (self.step.frozen - {tensor})
         self.step.frozen = frozen if len(frozen) < len(self._tensors) else frozenset()
+        for own in {tensor, *frozen}:
+            own.is_frozen = own in self.step.frozen
 
     @torch.no_grad()
     def keep_frozen(self) -> None:
@@ -189,7 +190,8 @@ class EffectiveWeights:
                 problem = f"had shape {tuple(tensor.shape)} at sparsify() and has {tuple(tensor.shape_now)} now"
                 raise SparsifyError(CHANGED.format(name=tensor.name, problem=problem))
             if parameter.requires_grad:
-                parameter.requires_grad_(False)
+                with torch._C.DisableTorchFunctionSubclass():  # else it would be its user's word
+                    parameter.requires_grad_(False)
 
     def write_base(self) -> None:
         self.reshard()

@@ -275,4 +275,5 @@ def test_a_part_that_is_frozen_in_a_run_stays_as_it_is_until_it_is_unfrozen(stra
     model[0].weight.requires_grad = True
     assert not torch.equal(step()[0][0], frozen[0][0])
     model.requires_grad_(False).sparse_values.requires_grad_(True)  # as a preparation for k-bit training
+    model[2].requires_grad_(True)
     assert not torch.equal(step()[0][0], frozen[0][0])
