@@ -138,6 +138,7 @@ class EffectiveWeights:
         """Has the entries of a tensor train no longer, or again; who freezes all prepares the model to train others."""
         frozen = (self.step.frozen | {tensor}) if is_frozen else (self.step.frozen - {tensor})
         self.step.frozen = frozen if len(frozen) < len(self._tensors) else frozenset()
+        own: Any
         for own in {tensor, *frozen}:
             own.is_frozen = own in self.step.frozen
 
