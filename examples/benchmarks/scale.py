@@ -8,8 +8,8 @@ gathered or reduced to shares, twice that of what all get the sum of. Weights an
 gradients of LoRA and of the flat delta 4. FSDP2 gathers the weights in forward and again in backward.
 
 Rings send at 80 % of 450 GB/s within a machine of 8, or of 50 GB/s for each network card of a machine if that is less.
-A message from host to host takes 25 us. The device takes what ``roofline.py`` says, on an H100. All
-that GPUs send is taken to be hidden behind the computation, and no message of the hosts, which wait for these.
+A message from host to host takes 25 us. The device takes what ``roofline.py`` says, on an H100. All that GPUs send is
+taken to be hidden behind the computation, and no message of the hosts, which wait for these.
 """
 
 from __future__ import annotations
