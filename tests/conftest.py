@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 PROCESSES = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
@@ -33,5 +32,5 @@ def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
     device = torch.device(request.param)
-    with nullcontext() if device.type == "cpu" else device:
+    with device:
         yield device

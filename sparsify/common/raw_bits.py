@@ -2,9 +2,12 @@
 
 import hashlib
 import sys
+from functools import cache
 
 import torch
 from torch import Tensor
+
+ROW, AT_ONCE = 1 << 12, 1 << 20  # words of 8 bytes: of a row, and that are hashed together
 
 
 def as_bits(values: Tensor) -> Tensor:
@@ -24,6 +27,27 @@ def digest(values: Tensor) -> str:
     for part in as_bytes.split(1 << 24):
         sha256.update(part.clone().numpy().data)  # numpy() would keep the tensor's own storage from being resized
     return sha256.hexdigest()
+
+
+def fingerprint(values: Tensor) -> str:
+    """A hash of a tensor's values, to be compared in one process: faster than :func:`digest`, and where the tensor is.
+
+    The sum of each row of words, each times an odd number of its own, modulo 2**64: it differs where a single word does.
+    """
+    as_bytes = values.detach().reshape(-1).contiguous().view(torch.uint8)
+    words, rest = as_bytes[: as_bytes.numel() // 8 * 8], as_bytes[as_bytes.numel() // 8 * 8 :]
+    odd, sums = _odd_numbers().to(values.device), [rest.long()]
+    for part in words.view(torch.int64).split(AT_ONCE):
+        rows = part[: part.numel() // ROW * ROW]
+        sums.append((rows.view(-1, ROW) * odd).sum(1))
+        sums.append((part[rows.numel() :] * odd[: part.numel() - rows.numel()]).sum(0, keepdim=True))
+    return hashlib.sha256(torch.cat(sums).cpu().numpy().data).hexdigest()
+
+
+@cache
+def _odd_numbers() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=generator, device="cpu") * 2 + 1
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

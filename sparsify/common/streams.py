@@ -23,6 +23,12 @@ class Streams:
             stream = self._used[device] = torch.accelerator.current_stream(device)
             self.seen.setdefault(device, {})[stream] = None
 
+    def are_one(self, device: torch.device) -> bool:
+        """Whether all work so far was on the current stream of this device, so that there is nothing to wait for."""
+        if device.type != "cuda":
+            return not self.seen
+        return len(self.seen) == 1 and list(self.seen.get(device, ())) == [torch.accelerator.current_stream(device)]
+
     @contextmanager
     def joined(self, device: torch.device | None = None) -> Iterator[None]:
         """A context for work on shared memory: after all earlier such work, and before all later work of any stream."""

@@ -34,6 +34,7 @@ class Pass:
     def __init__(self, values: Tensor, selector: Selector | None) -> None:
         self.selector = selector
         self.grad = torch.zeros_like(values)  # (capacity,)
+        self.taken: list[tuple[Tensor, Tensor]] = []  # slots (k,), and their gradients, which are to be added to it
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
         self.settled: set[MaskedTensor] = set()
 
@@ -55,12 +56,18 @@ class Pass:
         else:
             taken = self.selector.offer(tensor, gradient)
         if taken.numel():
-            self.grad[tensor.slots.to(self.grad.device)] += taken.to(self.grad)
+            self.taken.append((tensor.slots, taken))
 
     def settle_rest(self) -> None:
         """Settles the sums that are still held."""
         while self.held:
             self.settle(*self.held.popitem())
+
+    def add_up(self) -> None:
+        """Adds all that was taken to the flat gradient, in one operation."""
+        if self.taken:
+            slots, values = (torch.cat([own.to(self.grad.device) for own in part]) for part in zip(*self.taken))
+            self.grad.index_add_(0, slots, values.to(self.grad.dtype))
 
 
 class Root:
@@ -162,6 +169,7 @@ class TrainingStep:
         with self._lock:
             current = self._passes.pop(torch._C._current_graph_task_id())
             current.settle_rest()
+            current.add_up()
             grad = self.finish(current)
             self.passes += 1
         return grad

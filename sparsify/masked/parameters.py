@@ -46,7 +46,7 @@ class MaskedParameter(nn.Parameter):
             requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             args[0].masked_tensor.collector.weights.set_frozen(args[0].masked_tensor, not requires_grad)
         if not torch.is_grad_enabled() or not _is_recorded(func, args):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():  # in a mode, as of a default device, Dynamo would come back here
                 return func(*args, **kwargs)
         taps: list[tuple[Any, MaskedParameter]] = []
 

@@ -19,14 +19,16 @@ from sparsify.kernels.select import Candidates, Part, plain_cut, plain_select
 
 SMALLEST_CUT = 1 << 12  # candidates beyond the best that are cheaper to keep than to cut
 FEWEST_AT_ONCE = 1 << 14  # entries in a step's first part
-MOST_AT_ONCE = 1 << 22  # entries in a part, all of which may become candidates, at 20 bytes each
+# entries in a part, all of which may become candidates, at 20 bytes each: a share of the model's, but so many
+AT_ONCE, MOST_AT_ONCE, SHARE = 1 << 22, 1 << 24, 64
 
 
 class DeviceTopK:
     """The best ``size`` of all ``total`` entries of a model, as ``TopK`` finds them, kept on their own devices."""
 
     def __init__(self, size: int, total: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self.dtype, self._total, self._most_at_once = size, dtype, total, min(total, MOST_AT_ONCE)
+        self.size, self.dtype, self._total = size, dtype, total
+        self._most_at_once = min(total, MOST_AT_ONCE, max(AT_ONCE, total // SHARE))
         self._seen = 0  # entries offered so far
         self._held: dict[torch.device, Candidates] = {}
         self._held_on(device)  # that of the winners first

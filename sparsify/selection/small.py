@@ -50,7 +50,7 @@ class BatchingPass(Pass):
         for small in self._small.values():
             entries = small.tensors[0].collector.entries
             slots, indices = zip(*[entries.of(tensor.number) for tensor in small.tensors], strict=True)
-            self.grad[torch.cat(slots).to(self.grad.device)] += small.take(indices).to(self.grad)
+            self.taken.append((torch.cat(slots), small.take(indices)))
         selector: Any = self.selector
         if selector is not None and selector.batches_small:
             selector.offer_small(list(self._small.values()))

@@ -40,7 +40,7 @@ class Random(Importance):
 
     def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         # drawn on the CPU, so that a seed selects the same entries on every device
-        return torch.rand(weight.shape, generator=generator, dtype=torch.float32).to(weight.device)
+        return torch.rand(weight.shape, generator=generator, dtype=torch.float32, device="cpu").to(weight.device)
 
 
 @dataclass(frozen=True)

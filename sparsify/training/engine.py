@@ -243,7 +243,7 @@ class Engine(TrainingStep):
     def _section(self, name: str, device: torch.device) -> AbstractContextManager[object]:
         """A context for work of a backward pass: without autocast and torch functions, in order with other streams."""
         profiled, autocast = torch._C._autograd._profiler_enabled(), torch.is_autocast_enabled(device.type)
-        if not (profiled or autocast or device.type == "cuda" or self.streams.seen):
+        if not (profiled or autocast) and self.streams.are_one(device):
             return torch._C.DisableTorchFunctionSubclass()  # others take longer than a small gradient
         section = ExitStack()
         section.enter_context(torch._C.DisableTorchFunctionSubclass())

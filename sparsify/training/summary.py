@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsify.common.names import listed
 from sparsify.common.quantized import true_sizes
 from sparsify.common.ranks import num_ranks
-from sparsify.common.raw_bits import digest
+from sparsify.common.raw_bits import fingerprint
 from sparsify.common.shards import full_values
 from sparsify.core.entries import VALUES
 from sparsify.selection.policies import target_of
@@ -198,7 +198,7 @@ def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
         tensor = masked.get(parameter)
         weight = full_values(parameter) if tensor is None else tensor.base_weight
         if type(weight) is Tensor:
-            digests[name] = (weight.dtype, digest(weight))
+            digests[name] = (weight.dtype, fingerprint(weight))
     return digests
 
 

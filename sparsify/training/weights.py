@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import listed
-from sparsify.common.raw_bits import digest
+from sparsify.common.raw_bits import fingerprint
 from sparsify.common.shards import is_fully_sharded, is_shard, reshard
 from sparsify.core.devices import runs_ahead
 from sparsify.core.module import masked_tensors
@@ -214,7 +214,7 @@ class EffectiveWeights:
         """Whether a weight has other pretrained values than in the ``digests`` of the base, as far as that is known."""
         dtype, known = digests.get(tensor.name, (None, ""))
         is_known = dtype == tensor.dtype and (tensor.is_parallel or not is_shard(tensor.parameter))
-        return is_known and digest(tensor.base_weight) != known
+        return is_known and fingerprint(tensor.base_weight) != known
 
     def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
         """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""
@@ -223,7 +223,7 @@ class EffectiveWeights:
             own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
             if self.has_other_base(tensor, digests):
                 base[slots] = own.to(base)
-                digests[tensor.name] = tensor.dtype, digest(tensor.weight)
+                digests[tensor.name] = tensor.dtype, fingerprint(tensor.weight)
                 others += [tensor.name] if tensor.count else []
             values[slots] = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
         if plain and not self._entries.count:

@@ -53,7 +53,8 @@ def test_factors_too_large_for_a_gpus_cache_are_gone_through_in_slices_with_the_
     left, right = factors("random", tokens, 5, 40, torch.bfloat16)
     whole = form(left, right, indices := torch.arange(0, 200, 3))
     monkeypatch.setattr("sparsify.kernels.triton.AT_ONCE", 512 * 90)  # bytes, of 512 tokens
-    assert torch.equal(form(left, right, indices), whole)
+    # a GPU adds the numbers of a slice of another length in another order
+    torch.testing.assert_close(form(left, right, indices), whole, rtol=1e-6, atol=1e-5 if left.is_cuda else 0)
 
 
 def test_a_warning_that_was_shown_once_is_not_shown_again(recwarn):
