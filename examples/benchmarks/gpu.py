@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 METHODS = ("id3", "lora", "lora-short", "static", "full", "shira")
 SECONDS, IMPORTS = 590, 60  # in all, and for a process to import its libraries
 TESTS = 100  # seconds that are kept for the tests, if there is pytest
+TESTED = ("tests/kernels", "tests/selection", "tests/behaviour/test_cuda.py")  # with tests that need a GPU
 STEPS = 10
 NEEDED = ("torch", "transformers", "peft", "safetensors")
 OPTIONAL = {
@@ -193,7 +194,7 @@ def measure(
 
 def test(clock: Clock, out: Path) -> list[str]:
     """Runs the tests of a GPU, as far as time is left; what failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu and not slow", str(ROOT / "tests")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", *(str(ROOT / path) for path in TESTED)]
     print(f"\n=== tests, {clock.left():.0f} s left", flush=True)
     with (out / "tests.log").open("w") as log:
         process = subprocess.Popen(

@@ -24,9 +24,7 @@ class Streams:
             self.seen.setdefault(device, {})[stream] = None
 
     def are_one(self, device: torch.device) -> bool:
-        """Whether all work so far was on the current stream of this device, so that there is nothing to wait for."""
-        if device.type != "cuda":
-            return not self.seen
+        """Whether all work so far was on the current stream of this GPU, so that there is nothing to wait for."""
         return len(self.seen) == 1 and list(self.seen.get(device, ())) == [torch.accelerator.current_stream(device)]
 
     @contextmanager

@@ -29,12 +29,11 @@ from sparsify.errors import SparsifyError
 
 
 class Pass:
-    """One backward pass: the flat gradient as it fills up, and the selector of the entries to unmask, if any."""
+    """One backward pass: what it takes of the gradients, and the selector of the entries to unmask, if any."""
 
-    def __init__(self, values: Tensor, selector: Selector | None) -> None:
+    def __init__(self, selector: Selector | None) -> None:
         self.selector = selector
-        self.grad = torch.zeros_like(values)  # (capacity,)
-        self.taken: list[tuple[Tensor, Tensor]] = []  # slots (k,), and their gradients, which are to be added to it
+        self.taken: list[tuple[Tensor, Tensor]] = []  # slots (k,), and their gradients
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
         self.settled: set[MaskedTensor] = set()
 
@@ -55,19 +54,20 @@ class Pass:
             taken = gradient.take(tensor.indices)
         else:
             taken = self.selector.offer(tensor, gradient)
-        if taken.numel():
-            self.taken.append((tensor.slots, taken))
+        self.taken.append((tensor.slots, taken))
 
     def settle_rest(self) -> None:
         """Settles the sums that are still held."""
         while self.held:
             self.settle(*self.held.popitem())
 
-    def add_up(self) -> None:
-        """Adds all that was taken to the flat gradient, in one operation."""
+    def flat_gradient(self, like: Tensor) -> Tensor:
+        """Adds up what was taken, in one operation: (capacity,), as the flat delta is."""
+        grad = torch.zeros_like(like)
         if self.taken:
-            slots, values = (torch.cat([own.to(self.grad.device) for own in part]) for part in zip(*self.taken))
-            self.grad.index_add_(0, slots, values.to(self.grad.dtype))
+            slots, values = (torch.cat([own.to(grad.device) for own in part]) for part in zip(*self.taken, strict=True))
+            grad.index_add_(0, slots, values.to(grad.dtype))
+        return grad
 
 
 class Root:
@@ -169,18 +169,17 @@ class TrainingStep:
         with self._lock:
             current = self._passes.pop(torch._C._current_graph_task_id())
             current.settle_rest()
-            current.add_up()
             grad = self.finish(current)
             self.passes += 1
         return grad
 
     def start_pass(self, graph: int, around: int) -> Pass:
         """Begins a backward pass, by autograd's id of it, and of the one inside which its uses were made, or -1."""
-        return self.pass_kind(self.entries.values.detach(), None if self.selected else self.policy.selector())
+        return self.pass_kind(None if self.selected else self.policy.selector())
 
     def finish(self, current: Pass) -> Tensor:
         """Unmasks what a pass has found, and returns its flat gradient."""
-        grad, selector = current.grad, current.selector
+        grad, selector = current.flat_gradient(self.entries.values.detach()), current.selector
         if selector is not None:
             winners = selector.winners()
             counts, is_finite = self.agree(winners, selector.finite() & grad.isfinite().all())

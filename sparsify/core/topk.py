@@ -36,12 +36,6 @@ class TopK:
     """The best ``size`` (at least 1) of all entries offered so far.
 
     ``threshold`` is the score that an entry has to reach, at first any; ``finite`` whether all gradients were finite.
-
-    Example:
-        >>> topk = TopK(2, torch.float32, "cpu")
-        >>> topk.add(torch.tensor([7, 3, 5]), torch.tensor([1.0, 2.0, 1.0]), torch.ones(3), torch.ones(3))
-        >>> topk.winners().ids
-        tensor([3, 5])
     """
 
     def __init__(

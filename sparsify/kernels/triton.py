@@ -136,8 +136,7 @@ def _select(
     place = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < stop
     g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    if tl.sum(((tl.abs(g) == float("inf")) | (g != g)).to(tl.int32)) > 0:
-        tl.store(finite, 0)
+    bad = (tl.abs(g) == float("inf")) | (g != g)
     flat = place  # in the weight
     if has_rows:
         flat = tl.load(rows + place // cols, mask=inside, other=0) * cols + place % cols
@@ -155,7 +154,10 @@ def _select(
         score = tl.div_rn(score, tl.exp2(exp * tl.log2(base.to(tl.float64))).to(tl.float32))
     # where the gradient is 0, and outside, the score is 0 or not a number
     keep = (score > 0) & (score < float("inf")) & (score >= tl.load(threshold))
-    number = tl.sum(keep.to(tl.int32))
+    both = tl.sum(keep.to(tl.int32) + bad.to(tl.int32) * (2 * block))  # two counts by one sum
+    if both >= 2 * block:
+        tl.store(finite, 0)
+    number = both % (2 * block)
     if number > 0:
         target = tl.atomic_add(count, number.to(tl.int64)) + tl.cumsum(keep.to(tl.int32), 0) - 1
         store(ids, scores, grads, weights, target, own, score, g, w, keep)

@@ -160,13 +160,20 @@ class StreamingSelector(Selector):
         return sddmm(left, right, wanted)
 
 
+def add_rows(values: Tensor, gradient: DenseGradient, start: int) -> Tensor:
+    """Adds a gradient's rows from ``start`` on to values (n, cols) of as many rows, in their dtype."""
+    if gradient.rows is None:
+        return values.add_(gradient.values[start : start + values.shape[0]])
+    at, last = gradient.rows - start, values.shape[0] - 1
+    rows = gradient.values.where(((at >= 0) & (at <= last))[:, None], 0).to(values.dtype)
+    return values.index_add_(0, at.clamp(0, last), rows)
+
+
 def some_rows(gradient: DenseGradient, start: int, stop: int) -> Tensor:
     """Returns some consecutive rows of the weight (stop - start, cols), with zeros where the gradient covers none."""
     if gradient.rows is None:
         return gradient.values[start:stop].contiguous()
-    at, last = gradient.rows - start, stop - start - 1
-    values = gradient.values.where(((at >= 0) & (at <= last))[:, None], 0)
-    return values.new_zeros(stop - start, values.shape[1]).index_add_(0, at.clamp(0, last), values)
+    return add_rows(gradient.values.new_zeros(stop - start, gradient.values.shape[1]), gradient, start)
 
 
 class RowBlocks:
@@ -181,7 +188,7 @@ class RowBlocks:
         product = self._gradient
         values = product.left[:, start:stop].t() @ product.right
         if product.looked_up is not None:
-            values = values + some_rows(product.looked_up, start, stop)
+            add_rows(values, product.looked_up, start)
         block = DenseGradient(values, torch.arange(start, stop, device=values.device))
         self.taken = self.taken + block.take(self._wanted)
         block.clear(self._excluded)

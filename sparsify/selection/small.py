@@ -30,8 +30,8 @@ def is_small(tensor: Any) -> bool:
 class BatchingPass(Pass):
     """A backward pass that keeps the gradients of small tensors until its end."""
 
-    def __init__(self, values: Tensor, selector: Any) -> None:
-        super().__init__(values, selector)
+    def __init__(self, selector: Any) -> None:
+        super().__init__(selector)
         self._small: defaultdict[torch.device, SmallGradients] = defaultdict(SmallGradients)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:

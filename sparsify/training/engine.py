@@ -243,7 +243,8 @@ class Engine(TrainingStep):
     def _section(self, name: str, device: torch.device) -> AbstractContextManager[object]:
         """A context for work of a backward pass: without autocast and torch functions, in order with other streams."""
         profiled, autocast = torch._C._autograd._profiler_enabled(), torch.is_autocast_enabled(device.type)
-        if not (profiled or autocast) and self.streams.are_one(device):
+        in_order = self.streams.are_one(device) if device.type == "cuda" else not self.streams.seen
+        if in_order and not (profiled or autocast):
             return torch._C.DisableTorchFunctionSubclass()  # others take longer than a small gradient
         section = ExitStack()
         section.enter_context(torch._C.DisableTorchFunctionSubclass())
