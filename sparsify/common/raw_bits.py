@@ -32,7 +32,7 @@ def digest(values: Tensor) -> str:
 def fingerprint(values: Tensor) -> str:
     """A hash of a tensor's values, to be compared in one process: faster than :func:`digest`, and where the tensor is.
 
-    The sum of each row of words, each times an odd number of its own, modulo 2**64: it differs where a single word does.
+    Of each row of words it is the sum of all, each times an odd number, modulo 2**64: another where a single word is.
     """
     as_bytes = values.detach().reshape(-1).contiguous().view(torch.uint8)
     words, rest = as_bytes[: as_bytes.numel() // 8 * 8], as_bytes[as_bytes.numel() // 8 * 8 :]

@@ -23,7 +23,9 @@ from sparsify.core.devices import upload
 from sparsify.kernels.select import Candidates, Part
 
 BLOCK = 1024  # entries of a program
-CUT_BLOCK, CUT_WARPS = 1024, 32  # entries that the one program which cuts looks at at once, and its warps
+COUNTED, MOVED, CUT_WARPS = 2048, 1024, 32  # entries that the one program which cuts takes at once, and its warps
+SLACK = tl.constexpr(1 - 2.0**-20)  # for the rounding of a quotient, and of a product
+SMALLEST_RULED_OUT = tl.constexpr(1e-30)  # threshold: near zero, numbers are rounded by more
 EXACT_EXPONENTS = (0.0, 1.0, 2.0)  # products alone; others take a logarithm, in float64 to round as torch does
 ENTRIES = 64  # of a program of the SDDMM
 TOKENS = 16  # at once
@@ -113,7 +115,8 @@ def cut(candidates: Candidates, limit: int) -> None:
         _cut[(1,)](
             *(*candidates.arrays, candidates.count, candidates.threshold),
             *(candidates.size, limit, triton.cdiv(candidates.total.bit_length(), 8)),
-            block=CUT_BLOCK,
+            counted=COUNTED,
+            moved=MOVED,
             num_warps=CUT_WARPS,
         )
 
@@ -133,38 +136,54 @@ def _select(
     ids, scores, grads, weights, count, threshold, finite,
     exact_exp: tl.constexpr, has_rows: tl.constexpr, has_ids: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    place = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < stop
-    g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    bad = (tl.abs(g) == float("inf")) | (g != g)
-    flat = place  # in the weight
+    first = start + tl.program_id(0).to(tl.int64) * block  # added to pointers: 64 bits for each entry take longer
+    lane = tl.arange(0, block)
+    inside = lane < tl.minimum(stop - first, block).to(tl.int32)
+    g = tl.load(grad + first + lane, mask=inside, other=0.0).to(tl.float32)
     if has_rows:
-        flat = tl.load(rows + place // cols, mask=inside, other=0) * cols + place % cols
-    own = flat + offset
-    if has_ids:
-        own = tl.load(entry_ids + place, mask=inside, other=0)
-    w = tl.load(weight + flat, mask=inside, other=0.0).to(tl.float32)
-    score = tl.abs(g)
-    base = tl.abs(w) + eps
+        row = (first + lane) // cols
+        flat = (tl.load(rows + row, mask=inside, other=0) - row) * cols + first + lane
+        w = tl.load(weight + flat, mask=inside, other=0.0).to(tl.float32)
+    else:
+        w = tl.load(weight + first + lane, mask=inside, other=0.0).to(tl.float32)
+    size, base, least = tl.abs(g), tl.abs(w) + eps, tl.load(threshold)
+    near = (size > 0) & (size < float("inf"))
+    # most entries are ruled out by a product, which takes a tenth of a quotient's time
+    lowest = tl.where(least >= SMALLEST_RULED_OUT, least * SLACK, -float("inf"))
     if exact_exp == 1:
-        score = tl.div_rn(score, base)
+        near = near & (size >= lowest * base)
     if exact_exp == 2:
-        score = tl.div_rn(score, base * base)
-    if exact_exp == -1:
-        score = tl.div_rn(score, tl.exp2(exp * tl.log2(base.to(tl.float64))).to(tl.float32))
-    # where the gradient is 0, and outside, the score is 0 or not a number
-    keep = (score > 0) & (score < float("inf")) & (score >= tl.load(threshold))
-    both = tl.sum(keep.to(tl.int32) + bad.to(tl.int32) * (2 * block))  # two counts by one sum
+        near = near & (size >= lowest * (base * base))
+    bad = (size < float("inf")) == 0  # infinite, or not a number
+    both = tl.sum(near.to(tl.int32) + bad.to(tl.int32) * (2 * block))  # two counts by one sum
     if both >= 2 * block:
         tl.store(finite, 0)
-    number = both % (2 * block)
-    if number > 0:
-        target = tl.atomic_add(count, number.to(tl.int64)) + tl.cumsum(keep.to(tl.int32), 0) - 1
-        store(ids, scores, grads, weights, target, own, score, g, w, keep)
+    if both % (2 * block) > 0:
+        score = size
+        if exact_exp == 1:
+            score = tl.div_rn(size, base)
+        if exact_exp == 2:
+            score = tl.div_rn(size, base * base)
+        if exact_exp == -1:
+            score = tl.div_rn(size, tl.exp2(exp * tl.log2(base.to(tl.float64))).to(tl.float32))
+        # where the gradient is 0, and outside, the score is 0 or not a number
+        keep = near & (score > 0) & (score < float("inf")) & (score >= least)
+        number = tl.sum(keep.to(tl.int32))
+        if number > 0:
+            target = tl.atomic_add(count, number.to(tl.int64)) + tl.cumsum(keep.to(tl.int32), 0) - 1
+            if has_ids:
+                own = tl.load(entry_ids + first + lane, mask=inside, other=0)
+            elif has_rows:
+                own = flat + offset
+            else:
+                own = first + offset + lane
+            store(ids, scores, grads, weights, target, own, score, g, w, keep)
 
 
 @triton.jit(do_not_specialize=["size", "limit", "id_digits"])
-def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_digits, block: tl.constexpr):
+def _cut(
+    ids, scores, grads, weights, count, threshold, size, limit, id_digits, counted: tl.constexpr, moved: tl.constexpr
+):  # fmt: skip
     number = tl.load(count).to(tl.int32)
     if number > limit:
         worst = tl.full((), 0, tl.int64)  # the score of the worst that stays, as bits; its digits so far
@@ -172,7 +191,7 @@ def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_digits, 
         level = missing  # how many have the score
         for step in range(4):
             shift = 24 - 8 * step
-            found = count_digits(ids, scores, number, worst, worst, shift, False, block)
+            found = count_digits(ids, scores, number, worst, worst, shift, False, counted)
             at_least = tl.sum(found) - tl.cumsum(found, 0) + found  # a digit as large as this
             digit = tl.sum((at_least >= missing).to(tl.int32)) - 1
             digits = tl.arange(0, 256)
@@ -184,14 +203,14 @@ def _cut(ids, scores, grads, weights, count, threshold, size, limit, id_digits, 
             last = tl.full((), 0, tl.int64)
             for step in range(id_digits):
                 shift = 8 * (id_digits - 1 - step)
-                found = count_digits(ids, scores, number, worst, last, shift, True, block)
+                found = count_digits(ids, scores, number, worst, last, shift, True, counted)
                 digit = tl.sum((tl.cumsum(found, 0) < missing).to(tl.int32))
                 missing -= tl.sum(tl.where(tl.arange(0, 256) < digit, found, 0))
                 last = last | (digit.to(tl.int64) << shift)
         worst_score = worst.to(tl.int32).to(tl.float32, bitcast=True)
         kept = tl.full((), 0, tl.int64)
-        for first in range(0, number, block):  # moves the best to the front
-            place = first + tl.arange(0, block)
+        for first in range(0, number, moved):  # moves the best to the front
+            place = first + tl.arange(0, moved)
             inside = place < number
             score = tl.load(scores + place, mask=inside, other=0.0)
             own = tl.load(ids + place, mask=inside, other=0)

@@ -5,6 +5,7 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,13 +76,18 @@ class SmallGradients:
         self._starts.append(self.numel)
         self.numel += tensor.numel
 
+    @cached_property
+    def joined(self) -> Tensor:
+        """(numel,) the gradients of all tensors, once these are complete."""
+        return torch.cat(self.values)
+
     def take(self, indices: Sequence[Tensor]) -> Tensor:
-        """Returns the gradient at flat indices (n,) of each tensor."""
-        return torch.cat(self.values)[self._places(indices)]
+        """Returns the gradient at flat indices (n,) of each tensor; not after :meth:`entries`."""
+        return self.joined[self._places(indices)]
 
     def entries(self, excluded: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, gradients and global ids (n,) of all entries, those of excluded flat indices without a gradient."""
-        grad, weight = torch.cat(self.values), torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
+        grad, weight = self.joined, torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
         grad.index_fill_(0, self._places(excluded), 0)  # and so never offered
         # an entry's place here is its flat index, and its id, less a number of its tensor
         less = [start - tensor.offset for start, tensor in zip(self._starts, self.tensors, strict=True)]

@@ -198,7 +198,8 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
     held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
-    held.update(id(p) for n, p in frozen.items() if engine.base_digests.get(n) == (p.dtype, fingerprint(full_values(p))))
+    digests = engine.base_digests
+    held.update(id(p) for n, p in frozen.items() if digests.get(n) == (p.dtype, fingerprint(full_values(p))))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     late = [name for name in find_resized(engine.root) if name not in (*engine.new_names, *engine.dense_names)]
     replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]

@@ -76,6 +76,21 @@ def test_the_kernel_keeps_what_the_plain_form_keeps(fused, seed, importance, row
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("importance", EXACT, ids=repr)
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1.0, 1e30, 3e38])
+def test_entries_whose_score_is_the_threshold_are_kept_of_any_size(fused, importance, size):
+    weight, grad = torch.randn(1, 40), torch.rand(1, 40).double().mul(size).float()
+    for threshold in importance.score(weight, grad).flatten()[:8]:
+        kept = []
+        for form in ((plain_select, None), fused):
+            candidates = empty()
+            candidates.threshold.copy_(threshold)
+            select(form, candidates, importance, weight, grad)
+            kept.append(held(candidates))
+        assert kept[0] == kept[1]
+        assert threshold.isinf() or threshold == 0 or threshold.item() in {score for score, *_ in kept[0].values()}
+
+
 @pytest.mark.parametrize("importance", [*OTHERS, D3(exp=1, eps=1e-3)], ids=repr)
 @pytest.mark.parametrize("dtypes", TYPES, ids=str)
 def test_a_kernels_score_is_torchs_in_float32_but_for_the_rounding_of_powers(fused, importance, dtypes):

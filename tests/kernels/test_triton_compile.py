@@ -49,7 +49,7 @@ for kernel in (kernels._select, kernels._cut, kernels._sddmm, kernels._scatter):
 
 CANDIDATES = {"ids": "*i64", "scores": "*fp32", "grads": "*fp32", "weights": "*fp32", "count": "*i64",
               "threshold": "*fp32"}
-CUT = {"num_warps": kernels.CUT_WARPS, "block": kernels.CUT_BLOCK}
+CUT = {"num_warps": kernels.CUT_WARPS, "counted": kernels.COUNTED, "moved": kernels.MOVED}
 for short in ("fp32", "bf16", "fp16"):
     for exact_exp in (0, 1, 2, -1):
         types = CANDIDATES | {"weight": "*" + short, "grad": "*" + short, "rows": "*i64", "entry_ids": "*i64",
