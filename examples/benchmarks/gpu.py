@@ -33,7 +33,6 @@ METHODS = ("id3", "lora", "lora-short", "static", "full", "shira")
 SECONDS, IMPORTS = 590, 60  # in all, and for a process to import its libraries
 TESTS = 100  # seconds that are kept for the tests, if there is pytest
 TESTED = ("tests/kernels", "tests/selection", "tests/behaviour/test_cuda.py")  # with tests that need a GPU
-STEPS = 10
 NEEDED = ("torch", "transformers", "peft", "safetensors")
 OPTIONAL = {
     "triton": "its kernels are not measured: slower forms in plain torch are",
@@ -51,14 +50,15 @@ class Model(NamedTuple):
     budget: int
     seconds: int  # for each method
     gigabytes: int  # that a GPU needs to have free
+    steps: int  # measured of each method
 
 
 MODELS = (
-    Model("bert-base", 32, 128, 320_000, 25, 8),
-    Model("llama-1b", 1, 4096, 1_200_000, 30, 24),
-    Model("llama-8b", 1, 4096, 6_700_000, 45, 60),
+    Model("bert-base", 32, 128, 320_000, 25, 8, 40),
+    Model("llama-1b", 1, 4096, 1_200_000, 30, 24, 20),
+    Model("llama-8b", 1, 4096, 6_700_000, 45, 60, 8),
 )
-TINY = Model("tiny", 2, 16, 1_000, 60, 0)
+TINY = Model("tiny", 2, 16, 1_000, 60, 0, 2)
 
 
 def missing(device: str) -> dict[str, str]:
@@ -164,9 +164,7 @@ def next_line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any
     return {"failed": f"took longer than {seconds:.0f} s", "dead": True}
 
 
-def measure(
-    model: Model, device: str, steps: int, clock: Clock, out: Path, results: list[Any], profiled: bool = True
-) -> list[str]:
+def measure(model: Model, device: str, clock: Clock, out: Path, results: list[Any], profiled: bool = True) -> list[str]:
     """Measures all methods of a model, and writes ``results`` after each; what failed."""
     from step_bench.report import make_text, plot
     from step_bench.run import Measurement, to_json
@@ -176,7 +174,7 @@ def measure(
     settings = [Settings(method, model.shape, model.budget, **common) for method in METHODS]
     own = [Measurement(one) for one in settings]
     print(f"\n=== {model.shape}: bfloat16, batch {model.batch} x {model.length}, budget {model.budget:,}", flush=True)
-    for one, found in zip(own, measured(settings, steps, profiled, model.seconds, clock, out), strict=True):
+    for one, found in zip(own, measured(settings, model.steps, profiled, model.seconds, clock, out), strict=True):
         one.profile = found.get("profile", {})
         one.add({name: value for name, value in found.items() if name not in ("profile", "dead")})
         one.held_bytes = one.peak_bytes
@@ -221,9 +219,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     lacking = missing(device)
-    failed, results = measure(TINY, device, 2, clock, out, [], profiled=False), list[Any]()
+    failed, results = measure(TINY, device, clock, out, [], profiled=False), list[Any]()
     for model in [] if arguments.tiny else fitting(MODELS, device):
-        failed += measure(model, device, STEPS, clock, out, results)
+        failed += measure(model, device, clock, out, results)
     if not arguments.tiny and "pytest" not in lacking:
         failed += test(clock, out)
     print(f"\nresults are in {out}")

@@ -186,7 +186,7 @@ def gpu(tmp_path, monkeypatch):
 
 def test_methods_that_fail_or_take_too_long_on_a_gpu_are_named_and_the_others_run(gpu, tmp_path, capsys):
     model, results = gpu.TINY._replace(seconds=2), []
-    failed = gpu.measure(model, "cpu", 1, gpu.Clock(600), tmp_path, results)
+    failed = gpu.measure(model, "cpu", gpu.Clock(600), tmp_path, results)
     assert failed == ["lora of tiny: took longer than 2 s", "full of tiny: ended with exit code 3"]
     assert [one.settings.method for one in results if one.updates] == ["id3", "lora-short", "static", "shira"]
     written = json.loads((tmp_path / "results.json").read_text())["results"]

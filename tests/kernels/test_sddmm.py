@@ -86,7 +86,7 @@ def test_what_is_not_finite_stays_in_its_own_entries(form, number, bad):
 @pytest.mark.parametrize("number", [0, 2, 40])
 def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted(number, monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 1})  # so that 40 dot products take longer than 200
+    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: (1, 1)})  # so that 40 dot products take longer than 200
     left, right = factors("random", 30, 10, 20, torch.bfloat16)
     indices = torch.arange(number) * 5
     entries = gradients.Product(left, right).take(indices)
@@ -96,7 +96,7 @@ def test_a_weights_gradient_on_a_gpu_is_read_entry_by_entry_where_few_are_wanted
 
 def test_torchs_newer_switch_for_tf32_is_read_which_the_older_getters_refuse(monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
-    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: 0, False: 1_000})
+    monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: (0, 0), False: (1_000, 1_000)})
     left, right = factors("random", 30, 10, 20)
     assert not sampling_pays(left, right, 1)
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
