@@ -111,7 +111,7 @@ def plot(results: Sequence[Measurement], path: Path) -> None:
             if one.settings.method == FULL
         }
         labels = [
-            f" {value:.2f}" + (f"  ({value / full[own]:.2f} x full)" if full.get(own) else "")
+            f" {value:#.3g}" + (f"  ({value / full[own]:.2f} x full)" if full.get(own) else "")
             for value, own in zip(values, conditions, strict=True)
         ]
         ax.bar_label(ax.barh(names, values, color=colors), labels, fontsize=8)
