@@ -35,13 +35,14 @@ def fingerprint(values: Tensor) -> str:
     Of each row of words it is the sum of all, each times an odd number, modulo 2**64: another where a single word is.
     """
     as_bytes = values.detach().reshape(-1).contiguous().view(torch.uint8)
+    as_bytes = as_bytes.clone() if as_bytes.storage_offset() % 8 else as_bytes  # words begin at words
     words, rest = as_bytes[: as_bytes.numel() // 8 * 8], as_bytes[as_bytes.numel() // 8 * 8 :]
     odd, sums = _odd_numbers().to(values.device), [rest.long()]
     for part in words.view(torch.int64).split(AT_ONCE):
         rows = part[: part.numel() // ROW * ROW]
         sums.append((rows.view(-1, ROW) * odd).sum(1))
         sums.append((part[rows.numel() :] * odd[: part.numel() - rows.numel()]).sum(0, keepdim=True))
-    return hashlib.sha256(torch.cat(sums).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(f"{as_bytes.numel()}:".encode() + torch.cat(sums).cpu().numpy().tobytes()).hexdigest()
 
 
 @cache

@@ -184,6 +184,12 @@ class TwiceOnTheSame(Words):
         return super().between(hidden).sigmoid() + super().between(hidden).sigmoid()
 
 
+def test_a_default_device_changes_nothing():
+    (dense, batches), aot = words(), functools.partial(torch.compile, backend="aot_eager")
+    with torch.device("cpu"):  # torch.set_default_device() is the same mode
+        compare(dense, batches, aot)
+
+
 def test_two_uses_that_look_the_same_are_counted_both():
     compare(*words(model_class=TwiceOnTheSame), aot)
 
