@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --task mrpc --budget 38000
 
 In: a GLUE task or JSON Lines, as ``text_classification.py`` reads them; ``--batch-size`` is a rank's. Out: the
-accuracy after every epoch, the bytes sent to select the same entries, and in ``--out`` the delta. ``fsdp.py`` imports
-its loop from here.
+accuracy after every epoch, the bytes sent to select the same entries, and in ``--out`` the delta. ``fsdp.py`` and
+``tensor_parallel.py`` import the loop from here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from sparsify import SparseDelta, sparsify, summary
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(arguments: list[str] | None, doc: str | None, copies: bool = False) -> argparse.Namespace:
+    """The options of all scripts for several ranks; ``--copies`` where the ranks have one model between them."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if copies:
+        parser.add_argument("--copies", type=int, default=1, help="of the model, each on as many ranks")
     add_task_arguments(parser)
     method = parser.add_argument_group("method")
     method.add_argument("--strategy", default="id3")
@@ -44,13 +47,13 @@ def start() -> torch.device:
     return device
 
 
-def share_rows(task, arguments: argparse.Namespace) -> tuple[DataLoader, DataLoader, int]:
-    """This rank's training and validation batches, and the number of optimizer steps."""
-    sampler = DistributedSampler(task.train_rows, seed=arguments.seed, drop_last=True)  # as many on every rank
+def share_rows(task, arguments: argparse.Namespace, **share: int) -> tuple[DataLoader, DataLoader, int]:
+    """This rank's training and validation batches, by a sampler's options, and the number of optimizer steps."""
+    sampler = DistributedSampler(task.train_rows, seed=arguments.seed, drop_last=True, **share)  # as many on every rank
     collate = task.train_loader.collate_fn
     training = DataLoader(task.train_rows, arguments.batch_size, sampler=sampler, collate_fn=collate)
     rows = task.validation_loader.dataset
-    own_rows = DistributedSampler(rows, shuffle=False)  # repeats a row or two, so that every rank has as many
+    own_rows = DistributedSampler(rows, shuffle=False, **share)  # repeats a row or two, so that every rank has as many
     validation = DataLoader(rows, arguments.batch_size, sampler=own_rows, collate_fn=collate)
     return training, validation, arguments.steps or arguments.epochs * len(training)
 
@@ -60,13 +63,14 @@ def train(
     loaders: tuple[DataLoader, DataLoader, int],
     arguments: argparse.Namespace,
     device: torch.device,
+    seed: int | None = None,
 ) -> dict:
-    """A plain loop over all parameters that require grad; returns the last accuracy."""
+    """A plain loop over all parameters that require grad; returns the last accuracy. ``seed`` is that of dropout."""
     training, validation, steps = loaders
     # a group each, since the flat delta and, under FSDP2, sharded heads are tensors of different kinds
     groups = [{"params": [parameter]} for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(groups, arguments.lr, weight_decay=0.0)
-    torch.manual_seed(arguments.seed + dist.get_rank())  # dropout may differ from rank to rank
+    torch.manual_seed(arguments.seed + dist.get_rank() if seed is None else seed)
     done, epoch = 0, 0
     while done < steps:
         training.sampler.set_epoch(epoch)
@@ -100,7 +104,7 @@ def accuracy(model: torch.nn.Module, loader: DataLoader, device: torch.device) -
 
 def main(arguments: list[str] | None = None) -> None:
     """Trains on every rank; rank 0 prints, the result last as JSON."""
-    arguments = parse_arguments(arguments)
+    arguments = parse_arguments(arguments, __doc__)
     device = start()
 
     # 1. The same model on every rank: load_task() seeds before the new head is drawn.

@@ -143,14 +143,24 @@ def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, optio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_several_ranks_train_one_delta(name, files, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(
+    ("name", "ranks", "copies", "steps"),
+    [
+        ("ddp", 2, 0, 4),
+        ("fsdp", 2, 1, 4),
+        ("fsdp", 4, 2, 2),
+        ("tensor_parallel", 2, 1, 8),
+        ("tensor_parallel", 4, 2, 4),
+    ],
+)
+def test_several_ranks_train_one_delta(name, ranks, copies, steps, files, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
+    options += ["--copies", str(copies)] if copies else []
     command += [str(EXAMPLES / f"{name}.py"), *files, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
     result = json.loads(run.stdout.splitlines()[-1])
-    assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 4)
-    assert "bytes by this one of 2 ranks" in run.stdout
+    assert (result["ranks"], result["entries"], result["steps"]) == (ranks, 200, steps)
+    assert f"bytes by this one of {ranks} ranks" in run.stdout
     check_delta(tmp_path / "delta")
