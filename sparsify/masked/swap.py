@@ -1,6 +1,6 @@
 """The masked forms beyond the core's, and the modules that cannot be masked."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,27 +18,6 @@ from sparsify.masked.parameters import FollowedParameters
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import MaskedLayerNorm
 from sparsify.masked.tensor import PARTIAL
-
-# full name of a class that need not be imported -> whether a module of it cannot be masked, and what the error says
-_FOREIGN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "peft.tuners.adalora.layer.AdaLoraLayer": (
-        lambda module: True,
-        "is AdaLoRA's, which allots its ranks by every entry's gradient and adds a penalty on all; LoRA does neither",
-    ),
-    "peft.tuners.adamss.layer.AdamssLayer": (
-        lambda module: bool(module.exp_avg_ipt_A),
-        "is AdaMSS's, which picks its subspaces by the gradient of every entry; with use_asa=False it does not",
-    ),
-    "peft.tuners.cpt.model.CPTEmbedding": (
-        lambda module: True,
-        "is CPT's, which projects its weight in every forward and so moves every entry; prompt tuning does not",
-    ),
-    "peft.tuners.oft.layer.OFTRotationModule": (
-        lambda module: bool(module.coft),
-        "is constrained OFT's, which projects its weight in every forward, moving every entry; coft=False does not",
-    ),
-}
-
 
 # transformers' tensor-parallel styles under which a module computes with DTensors, or with its whole parameters
 _PARALLEL = (None, "ColwiseParallel", "EmbeddingParallel", "RowwiseParallel", "SequenceParallel", PARTIAL)
@@ -60,7 +39,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
     """Raises ``SparsifyError`` if a parameter of a module, within those ``around``, cannot be masked."""
     kind = type(module).__name__
     parameter: Any = module._parameters[attribute]
-    foreign = next((problem for each in (module, *around) if (problem := _foreign_problem(each))), None)
+    foreign = next((problem for each in (module, *around) if (problem := _peft_problem(each))), None)
     if is_lazy(parameter):
         problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
     elif parameter.is_meta:
@@ -85,11 +64,19 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
     raise SparsifyError(f"`{name or '(root)'}.{attribute}` cannot be masked: the module {problem}{remedy}.")
 
 
-def _foreign_problem(module: nn.Module) -> str | None:
-    for kind in type(module).__mro__:
-        is_meant, problem = _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}", (None, ""))
-        if is_meant is not None and is_meant(module):
-            return problem
+def _peft_problem(module: Any) -> str | None:
+    """Why a module of PEFT's moves every entry, or needs every gradient; ``None`` if it does not."""
+    projects = "which projects its weight in every forward"
+    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.tuners.")}
+    if "AdaLoraLayer" in kinds:
+        why = "which allots its ranks by every entry's gradient and adds a penalty on all"
+        return f"is AdaLoRA's, {why}; LoRA does neither"
+    if "AdamssLayer" in kinds and module.exp_avg_ipt_A:
+        return "is AdaMSS's, which picks its subspaces by the gradient of every entry; with use_asa=False it does not"
+    if "CPTEmbedding" in kinds:
+        return f"is CPT's, {projects} and so moves every entry; prompt tuning does not"
+    if "OFTRotationModule" in kinds and module.coft:
+        return f"is constrained OFT's, {projects}, moving every entry; coft=False does not"
     return None
 
 
