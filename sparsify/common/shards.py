@@ -101,21 +101,21 @@ def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
     return values
 
 
-def read_own_entries(parameter: Tensor, indices: Tensor, others: float = 0.0) -> Tensor:
+def read_own_entries(parameter: Any, indices: Tensor, others: float = 0.0) -> Tensor:
     """Reads the values (n,) at flat indices (n,); ``others`` where another rank holds them."""
     if not is_shard(parameter):
         return parameter.detach().take(indices)
-    local, (places, own) = _local(parameter), block_of(parameter).locate(indices)
+    local, (places, own) = parameter.detach().to_local(), block_of(parameter).locate(indices)
     return local.take(places).where(own, others) if local.numel() else local.new_full(indices.shape, others)
 
 
-def write_own_entries(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
+def write_own_entries(parameter: Any, indices: Tensor, values: Tensor) -> None:
     """Writes values (n,) at flat indices (n,) of a detached parameter; of a sharded one, those that this rank holds."""
     if not is_shard(parameter):
         put(parameter, indices, values)
         return
     places, own = block_of(parameter).locate(indices)
-    put(_local(parameter), places[own], values[own])
+    put(parameter.detach().to_local(), places[own], values[own])
 
 
 def parallel_ranks(model: nn.Module) -> int:
@@ -169,9 +169,3 @@ def check_parallel(model: nn.Module) -> None:
         else:
             continue
         raise SparsifyError(f"`{name}` {problem}.")
-
-
-def _local(parameter: Any) -> Tensor:
-    """This rank's block of a sharded parameter, writable."""
-    local: Tensor = parameter.detach().to_local()
-    return local

@@ -57,14 +57,13 @@ class PlannedWrite(NamedTuple):
         # not no_grad: a model loaded in inference mode can be written to in inference mode only
         with torch.inference_mode():
             new = on_device(self.new.to(target.dtype), target.device)
-            if isinstance(target, ServedTensor):
-                target.put(self.indices, new)
-            elif self.indices is None:
+            indices = None if self.indices is None else on_device(self.indices, target.device)
+            if isinstance(target, (ServedTensor, QuantizedDelta)):
+                target.put(indices, new)
+            elif indices is None:
                 target.copy_(new)
-            elif isinstance(target, QuantizedDelta):
-                target.put(on_device(self.indices, target.device), new)
             else:
-                put(target, on_device(self.indices, target.device), new)
+                put(target, indices, new)
 
     def inverse(self) -> PlannedWrite:
         return self._replace(old=self.new, new=self.old)
