@@ -24,12 +24,10 @@ def make_app() -> Any:
             print(f"sparsify {__version__}")
             raise typer.Exit
 
+    options = {"callback": print_version, "is_eager": True, "help": "Show the version and exit."}
+
     @app.callback()
-    def root(
-        version: bool = typer.Option(
-            False, "--version", callback=print_version, is_eager=True, help="Show the version and exit."
-        ),
-    ) -> None:
+    def root(version: bool = typer.Option(False, "--version", **options)) -> None:
         """Fine-tune a pretrained model at a few of its numbers, chosen while it trains."""
 
     for verb in ("info", "verify", "merge", "diff", "add", "push", "from_checkpoint"):

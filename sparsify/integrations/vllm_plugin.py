@@ -31,22 +31,17 @@ def _extend_workers(platform: Any) -> None:
     def check_and_update_config(config: Any) -> None:
         update(config)
         if getattr(config.weight_transfer_config, "backend", None) == BACKEND:
-            config.parallel_config.worker_extension_cls = (
-                config.parallel_config.worker_extension_cls or f"{__name__}.Plain"
-            )
+            parallel = config.parallel_config
+            parallel.worker_extension_cls = parallel.worker_extension_cls or f"{__name__}.Plain"
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
 
 
+@cache
 def __getattr__(name: str) -> Any:
     """``Plain``, the extension, which vLLM asks for in a worker, before it loads a model."""
     if name != "Plain":
         raise AttributeError(name)
-    return _plain()
-
-
-@cache
-def _plain() -> type:
     import torch
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe

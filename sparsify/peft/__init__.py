@@ -20,7 +20,6 @@ if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):  # a method canno
     problem = f"sparsify.peft needs PEFT 0.21 or later, and this is {peft.__version__}"
     raise SparsifyError(f"{problem}: `pip install -U peft`, or call sparsify() on the model itself.")
 
-
 _types: Any = peft.PeftType
 if PEFT_TYPE not in _types.__members__:  # adds it to the enum of strings, as its body would
     _member = str.__new__(_types, PEFT_TYPE)

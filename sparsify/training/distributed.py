@@ -33,11 +33,7 @@ _AVERAGE = (
     "Every rank took a step of its own: wrap the model in DistributedDataParallel after sparsify(), and call the "
     "wrapper, so that gradients are averaged; load the same state on every rank."
 )
-REMEDIES = {  # by part; the flat delta before the weights, which are written from it
-    **dict.fromkeys(("settings", "step", "candidates"), _SETTINGS),
-    "flat delta": _AVERAGE,
-    **dict.fromkeys(("weights", "unmasked entries", "base values"), _SEED),
-}
+_REMEDIES = {"settings": _SETTINGS, "step": _SETTINGS, "candidates": _SETTINGS, "flat delta": _AVERAGE}
 
 
 def check_ranks_alike(engine: Any) -> None:
@@ -47,7 +43,7 @@ def check_ranks_alike(engine: Any) -> None:
         "settings": (strategy, policy.schedule, policy.steps, policy.budget, entries.values.numel(), engine.seed),
         "step": entries.step,
         "candidates": [(tensor.name, tuple(tensor.shape)) for tensor in engine.tensors],
-        "flat delta": digest(entries.values.detach()),
+        "flat delta": digest(entries.values.detach()),  # before the weights, which are written from it
         "weights": [_sample(tensor) for tensor in engine.tensors],
         "unmasked entries": digest(entries.ids),
         "base values": digest(entries.base),
@@ -56,7 +52,7 @@ def check_ranks_alike(engine: Any) -> None:
     numbers = [int.from_bytes(own[:8], "little") >> 1 for own in digests]  # 63 bits
     same = engine.ranks.headers([BEGIN], numbers, [tensor.name for tensor in engine.tensors])
     if differing := [part for part, is_same in zip(parts, same.tolist(), strict=True) if not is_same]:
-        raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {REMEDIES[differing[0]]}")
+        raise SparsifyError(f"the ranks differ in their {', '.join(differing)}. {_REMEDIES.get(differing[0], _SEED)}")
 
 
 def agree(entries: Entries, ranks: Ranks, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
@@ -104,12 +100,9 @@ def check_no_stage(root: nn.Module) -> None:
         return
     stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
     if any(module is root for stage in stages for module in stage.submod.modules()):
-        problem = (
-            "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose together"
-        )
-        raise SparsifyError(
-            f"{problem}: shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
-        )
+        problem = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose"
+        remedy = "shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
+        raise SparsifyError(f"{problem} together: {remedy}")
 
 
 def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:

@@ -119,7 +119,7 @@ def mark_trainable(model: nn.Module, *, trainable: bool = True) -> None:
 def _trainable_class(plain_class: type) -> type:
     own = {"__module__": __name__, "is_qat_trainable": True, "is_trainable": True}
     own |= dict(zip(LOSING, (_state_dict_and_metadata, refuse_to_lose), strict=True))
-    own["__reduce__"] = lambda quantizer: (_rebuild, (plain_class, vars(quantizer)))
+    own["__reduce__"] = lambda quantizer: (_rebuild, (plain_class,), vars(quantizer))
     return type(f"Sparsified{plain_class.__name__}", (plain_class,), own)
 
 
@@ -136,7 +136,5 @@ def _state_dict_and_metadata(quantizer: Any, model: nn.Module, *arguments: Any, 
     return state_dict, metadata
 
 
-def _rebuild(plain_class: type, state: dict[str, Any]) -> Any:
-    quantizer: Any = object.__new__(_trainable_class(plain_class))
-    quantizer.__dict__.update(state)
-    return quantizer
+def _rebuild(plain_class: type) -> Any:
+    return object.__new__(_trainable_class(plain_class))

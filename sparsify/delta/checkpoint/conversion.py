@@ -70,7 +70,6 @@ def _model_without_weights(folder: Path, num_tensors: int) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise SparsifyError(f"`{folder}` has no `config.json` that says what model it is")
-    import torch
     import transformers
 
     try:
