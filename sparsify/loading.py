@@ -83,8 +83,7 @@ def load_model(
         _check_family(model_class, name, kwargs)
     if "torch_dtype" not in kwargs:
         kwargs.setdefault("dtype", _trained_dtype(delta))
-    model = _from_pretrained(model_class, name, delta, kwargs)
-    return delta.apply(model)
+    return delta.apply(_from_pretrained(model_class, name, delta, kwargs))
 
 
 def _check_arguments(base: object, delta: object, model_class: Any) -> None:

@@ -186,7 +186,7 @@ class DeltaSum(Summable):
         except BaseMismatchError:
             with suppress(BaseMismatchError):  # the terms may be stages, each trained on the ones before it
                 if all(factor == 1 for factor, *_ in parts):
-                    return _stages(name, parts, base, target)
+                    return self._stages(name, parts, base, target)
             raise
         total = torch.zeros_like(base, dtype=torch.float64)
         terms = torch.cat([at for *_, at in parts]).bincount()
@@ -198,6 +198,13 @@ class DeltaSum(Summable):
                 alone = terms[at] == 1
                 new[at[alone]] = part.values[alone].to(base.dtype)
         return total, new
+
+    def _stages(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+        """As :meth:`_change`, by stages of training."""
+        new = base.clone()
+        for _, part, at in parts:
+            new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
+        return new.double() - base.double(), new
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
         dense: dict[str, Tensor] = {}
@@ -234,8 +241,7 @@ class DeltaSequence(DeltaSum):
         True
     """
 
-    def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        return _stages(name, parts, base, target)
+    _change = DeltaSum._stages
 
     def _dense(self, names: Mapping[str, Any]) -> dict[str, Tensor]:
         dense: dict[str, Tensor] = {}
@@ -269,14 +275,6 @@ def change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
     """Trained minus pretrained values, (count,) float64, of a tensor's entries; raises where it is not their base."""
     base, values = plan_entries(name, part, target).old, part.values.double()
     return values - base.double() if part.kind == "replace" else values
-
-
-def _stages(name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-    """The change (count,) float64 of one tensor's entries by stages of training, and the new values (count,)."""
-    new = base.clone()
-    for _, part, at in parts:
-        new[at] = new_values(name, part, new[at], is_quantized=isinstance(target, QuantizedDelta))
-    return new.double() - base.double(), new
 
 
 def _kept(name: str, indices: Tensor, base: Tensor, values: Tensor, target: Tensor, kind: str) -> TensorDelta | None:

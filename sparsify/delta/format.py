@@ -231,16 +231,6 @@ def payload_hash(path: StrPath) -> str | None:
         return read_header(file)[1].get(PAYLOAD_KEY)
 
 
-def is_replaceable(path: Path) -> bool:
-    """Whether a file may make way for a delta: it is one itself, or empty."""
-    try:
-        if path.stat().st_size:
-            payload_hash(path)
-    except (DeltaFormatError, OSError):
-        return False
-    return True
-
-
 @contextmanager
 def _opened(path: StrPath) -> Iterator[BinaryIO]:
     """Opens a file once, so that one that is replaced meanwhile is read as it was; errors in it name it."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
-from sparsify.delta.format import CONFIG_NAME, FILE_NAME, is_replaceable, replace_file, to_bytes
-from sparsify.errors import SparsifyError, brief
+from sparsify.delta.format import CONFIG_NAME, FILE_NAME, payload_hash, replace_file, to_bytes
+from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 _CARD_NAME = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
@@ -74,8 +74,12 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
         remedy = "a delta is saved into a folder: give one, or a path that ends in `.safetensors`."
         raise SparsifyError(f"`{path}` is a file, and {remedy}")
     file = path if is_file else path / FILE_NAME
-    if file.exists() and not is_replaceable(file):
-        raise SparsifyError(f"`{file}` is there already and is no delta, so it is left as it is: give another path.")
+    try:  # an empty file may make way for a delta, and a delta
+        if file.exists() and file.stat().st_size:
+            payload_hash(file)
+    except (DeltaFormatError, OSError):
+        problem = f"`{file}` is there already and is no delta, so it is left as it is"
+        raise SparsifyError(f"{problem}: give another path.") from None
     data, document = to_bytes(tensors, whole, config)
     replace_file(file, data)
     if not is_file:

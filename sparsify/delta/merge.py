@@ -208,9 +208,10 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
             checkpoint = _resized(checkpoint, resized, Path(parent))
             places = {name: [at for at in own if at.keys[0] not in resized] for name, own in places.items()}
         _copy_descriptions(source, folder)
-        _write_shards({**tensors, **whole}, checkpoint, places, folder, file_names)
+        copies = {file: folder / name for file, name in zip(checkpoint.files, file_names, strict=False)}
+        _write_shards({**tensors, **whole}, checkpoint, places, copies)
         if file_names != [WEIGHTS_NAME]:
-            _write_index(checkpoint, index, new, folder, file_names)
+            _write_index(checkpoint, index, new, copies, folder / file_names[-1])
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
         if out.exists():
@@ -261,13 +262,11 @@ def _updated_config(
 
 
 def _write_shards(
-    parts: Mapping[str, Any], checkpoint: Checkpoint, places: Mapping[str, Sequence[Layout]], folder: Path,
-    file_names: Sequence[str],
-) -> None:  # fmt: skip
+    parts: Mapping[str, Any], checkpoint: Checkpoint, places: Mapping[str, Sequence[Layout]], copies: dict[Path, Path]
+) -> None:
     total = sum(file.stat().st_size for file in checkpoint.files)
     with tqdm(desc="merging", total=total, unit="B", unit_scale=True, disable=None) as progress:
-        for file, file_name in zip(checkpoint.files, file_names, strict=False):
-            copy = folder / file_name
+        for file, copy in copies.items():
             shutil.copyfile(file, copy)
             targets = {key: at._replace(file=copy) for key, at in checkpoint.stored.items() if at.file == file}
             for name, layouts in places.items():
@@ -290,21 +289,20 @@ def _write(stored: Stored, patch: WeightPatch) -> None:
 
 
 def _write_index(
-    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, folder: Path, file_names: Sequence[str]
+    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, copies: Mapping[Path, Path], last: Path
 ) -> None:
     """Writes the index of the files and, into the last one, the tensors that the base does not have."""
-    name_of = dict(zip(checkpoint.files, file_names, strict=False))
-    weight_map = {key: name_of[stored.file] for key, stored in checkpoint.stored.items()}
+    weight_map = {key: copies[stored.file].name for key, stored in checkpoint.stored.items()}
     metadata = index.get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     if new:
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
-        safetensors.torch.save_file(own, folder / file_names[-1], metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(new, file_names[-1])
+        safetensors.torch.save_file(own, last, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(new, last.name)
     stored = checkpoint.stored.values()
     metadata["total_parameters"] = sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values())
     metadata["total_size"] = sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values())
-    _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    _write_json(last.with_name(INDEX_NAME), {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _copy_descriptions(source: Path, folder: Path) -> None:

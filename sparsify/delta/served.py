@@ -167,8 +167,7 @@ class ServedTensor:
 
     def holds(self, indices: Tensor | None, values: Tensor) -> bool:
         """Whether the entries that are in this memory have these values, in the dtype there."""
-        places = self._places(indices)
-        return all(torch.equal(as_bits(place.held()), as_bits(place.of(values))) for place in places)
+        return all(torch.equal(as_bits(own.held()), as_bits(own.of(values))) for own in self._places(indices))
 
     def put(self, indices: Tensor | None, values: Tensor) -> None:
         for place in self._places(indices):
