@@ -1,9 +1,4 @@
-"""Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints.
-
-The reference of TRL's trainers becomes the sparsified model itself, with its pretrained values, in place of a second
-model: a trainer that was given none loads one by the base's name. With ``sync_ref_model`` the reference has a flat
-delta of its own, which follows the model's.
-"""
+"""Callback for the Hugging Face Trainer and the trainers derived from it; checkpoints.py describes its checkpoints."""
 
 import gc
 import sys

@@ -24,11 +24,6 @@ from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.small import is_small
 
-NOT_EXPORTED = (
-    "a sparsified model cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export). Export the "
-    "plain model, with the trained weights in place: desparsify(model)."
-)
-
 _AGAIN = -1  # the number of a use that is none of those in a forward pass
 
 
@@ -38,7 +33,9 @@ def check_not_exported() -> None:
     # the public is_exporting() is true under torch.compile in older versions of torch
     is_exporting = getattr(torch.compiler, "_is_exporting_flag", False)
     if is_exporting or torch.jit.is_tracing():  # type: ignore[attr-defined]  # documented, not in __all__
-        raise SparsifyError(NOT_EXPORTED)
+        problem = "cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export)"
+        remedy = "Export the plain model, with the trained weights in place: desparsify(model)."
+        raise SparsifyError(f"a sparsified model {problem}. {remedy}")
 
 
 class CompiledGraphs:
@@ -84,14 +81,9 @@ class CompiledGraphs:
             return weight if kind == "tap" else compute(kind, x, weight, bias)
         if step.parallel > 1:
             torch.compiler.disable(_refuse_parallel)()
-        root = self.root_anchor
+        root = self._traced_root()[0] if self._entry is None else self._entry
         training = torch.is_grad_enabled() and root.requires_grad
         return torch.ops.sparsify.use(kind, x, weight, bias, root, *handles, training, serial())
-
-    @property
-    def root_anchor(self) -> Tensor:
-        """(1,) what every use takes as an input."""
-        return self._traced_root()[0] if self._entry is None else self._entry
 
     def enter(self) -> None:
         """The root's forward is being compiled; its graph will refresh the weights whenever it runs."""
