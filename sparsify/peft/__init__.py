@@ -1,9 +1,6 @@
 """Sparse fine-tuning as a method of PEFT: where a trainer takes a ``LoraConfig``, it takes a :class:`SparseConfig`.
 
     get_peft_model(model, SparseConfig(budget=0.002))    sparsifies the model in place, and wraps it as PEFT does
-    config.py      the settings
-    adapters.py    all adapters of a model, and which of them its weights hold
-    tuner.py       what PEFT asks of a method
 
 ``import sparsify`` imports this as soon as PEFT is imported, so that PEFT and transformers load sparse adapters. PEFT
 finds a method by a member of the enum ``PeftType``, to which one is added here; none of its classes is changed.

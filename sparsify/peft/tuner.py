@@ -107,8 +107,7 @@ class SparseModel(BaseTuner):
         found = ((name, module) for name, module in model.named_modules() if isinstance(module, SparseAdapters))
         name, layer = next(found)
         delta = layer.delta_of(adapter_name)
-        blob = to_blob(delta.tensors, delta.whole, delta.config)
-        return {f"{name}.{DELTAS}.{adapter_name}._extra_state": blob}
+        return {f"{name}.{DELTAS}.{adapter_name}._extra_state": to_blob(delta.tensors, delta.whole, delta.config)}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]

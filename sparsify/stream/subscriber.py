@@ -1,7 +1,4 @@
-"""The receiving end of a stream: keeps a plain model at the last version of a model in training.
-
-A lock lets any number of readers use the model together, or one update change it.
-"""
+"""The receiving end of a stream: keeps a plain model at the last version of a model in training."""
 
 from __future__ import annotations
 

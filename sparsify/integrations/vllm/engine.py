@@ -2,8 +2,7 @@
 
     vllm serve MODEL --weight-transfer-config '{"backend": "sparsify"}'
 
-A :class:`Request` is one ``update_weights`` between ``start_weight_update`` and ``finish_weight_update``, which have
-nothing to do here: when it returns, everything is written, or nothing.
+A :class:`Request` is one ``update_weights``: when it returns, everything is written, or nothing.
 """
 
 from pathlib import Path
