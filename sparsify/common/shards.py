@@ -92,12 +92,12 @@ def block_of(parameter: Any) -> Block:
     return Block(tuple(parameter.shape), tuple(starts), tuple(sizes))
 
 
-def read_entries(parameter: Tensor, indices: Tensor) -> Tensor:
+def read_entries(parameter: Any, indices: Tensor) -> Tensor:
     """Reads the values (n,) of a sharded parameter at flat indices (n,), in a call that all ranks make together."""
-    values, sharded = read_own_entries(parameter, indices), parameter  # type: Tensor, Any
-    for dim, placement in enumerate(sharded.placements):
+    values = read_own_entries(parameter, indices)
+    for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
-            dist.all_reduce(values, group=sharded.device_mesh.get_group(dim))
+            dist.all_reduce(values, group=parameter.device_mesh.get_group(dim))
     return values
 
 

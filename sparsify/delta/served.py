@@ -48,7 +48,9 @@ class ServedModel(nn.Module):
 
     def find_targets(self, names: Iterable[str]) -> dict[str, Any]:
         """The tensors with these names; raises where the checkpoint lacks one, or the engine does not just copy it."""
-        targets, memory = dict.fromkeys(names), _memory(self._model[0])
+        targets, (model,) = dict.fromkeys(names), self._model
+        parts = (*model.named_parameters(), *model.named_buffers())
+        memory = {part.untyped_storage().data_ptr(): name for name, part in parts if part.numel()}  # by address
         stored, new = self.checkpoint, [name for name in targets if name not in self._tensors]
         layouts = {name: stored.copies(name, stored.layout(name)) for name in new}
         windows = self._ask_loader({key for own in layouts.values() for layout in own for key in layout.keys}, memory)
@@ -230,9 +232,3 @@ class _Survey(TorchDispatchMode):
     def _refusal(self, how: str) -> BaseMismatchError:
         problem = f"the engine's loader does more to `{self.last}` than to move its values: {how}"
         return BaseMismatchError(f"{problem}. Serve the model unquantized, or leave this tensor out of the training.")
-
-
-def _memory(model: nn.Module) -> dict[int, str]:
-    """The names of a model's parameters and buffers by the addresses of their storages."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors if tensor.numel()}

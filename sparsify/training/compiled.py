@@ -54,12 +54,10 @@ class CompiledGraphs:
 
     def linear(self, module: Any, x: Tensor, transposed: bool) -> Tensor:
         (weight, of_weight), (bias, of_bias) = (_frozen(module, attribute) for attribute in ("weight", "bias"))
-        dtype = autocast_dtype(x)
-        if dtype is not None:
+        if (dtype := autocast_dtype(x)) is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            kind = "transposed" if transposed else "linear"
-            return self._use(kind, x, weight, bias, of_weight, of_bias)
+            return self._use("transposed" if transposed else "linear", x, weight, bias, of_weight, of_bias)
 
     def embedding(self, module: Any, ids: Tensor) -> Tensor:
         weight, tensor = _frozen(module, "weight")
