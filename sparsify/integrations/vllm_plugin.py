@@ -13,12 +13,10 @@ BACKEND = "sparsify"
 
 def register() -> None:
     """Registers the weight transfer backend; vLLM calls it in each of its processes, maybe several times."""
-    try:
+    with suppress(ImportError, ValueError):  # another version, which does not know the backend; or it is registered
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
         from vllm.platforms import current_platform
-    except ImportError:  # another version, which does not know the backend then
-        return
-    with suppress(ValueError):  # it is registered
+
         engine = "sparsify.integrations.vllm.engine", "SparsifyWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(BACKEND, *engine)
         if current_platform.is_cpu():

@@ -133,10 +133,7 @@ def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
 
 def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's present step, or one within it, has been counted."""
-    for each in reversed(_STEPS.begun):
-        if each.optimizer() is optimizer:
-            return step in each.counted
-    return False
+    return next((step in each.counted for each in reversed(_STEPS.begun) if each.optimizer() is optimizer), False)
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:

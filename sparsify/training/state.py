@@ -109,11 +109,9 @@ def _after_forward(root: nn.Module, args: Any, output: Any) -> None:
 
 def _was_frozen(engine: Engine) -> bool:
     """Whether only parameters that are in no delta train, as after get_peft_model(); with none it is on purpose."""
-    if engine.paused:
-        return False
     own = {id(tensor.parameter) for tensor in engine.tensors}
     others = {name for name, p in engine.root.named_parameters() if p.requires_grad and id(p) not in own}
-    return not others <= set(engine.dense_names)
+    return not (engine.paused or others <= set(engine.dense_names))
 
 
 def _refuse_frozen(grad: Tensor) -> None:

@@ -82,10 +82,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def lacking(self, names: Iterable[str]) -> list[str]:
         """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model."""
-        others = [name for name in names if name not in self.stored]
-        if not others or self.conversion.problem:
-            return []
-        return [name for name in others if not self.conversion.aliases(name)]
+        others = (name for name in names if name not in self.stored)
+        return [name for name in others if not (self.conversion.problem or self.conversion.aliases(name))]
 
     def read(self, name: str) -> Tensor:
         """A stored tensor, mapped from its file, by its name there."""
