@@ -44,9 +44,8 @@ class DeltaUpdate:
 
     @cached_property
     def _changes(self) -> Changes:
-        if self._before is not None and (update := difference(self._before, self._state)) is not None:
-            return update
-        return Changes({name: own.delta() for name, own in self._state.tensors.items()}, self._state.whole, None)
+        update = None if self._before is None else difference(self._before, self._state)
+        return update or self._state.snapshot()
 
     @cached_property
     def _bytes(self) -> bytes:

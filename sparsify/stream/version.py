@@ -97,6 +97,9 @@ class Version(NamedTuple):
     whole: dict[str, Tensor]
     config: dict[str, Any]
 
+    def snapshot(self) -> Changes:
+        return Changes({name: entries.delta() for name, entries in self.tensors.items()}, self.whole, None)
+
 
 class Message(NamedTuple):
     """The version of a chain that a message makes, from the base (a snapshot) or from the version before."""
