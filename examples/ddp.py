@@ -102,6 +102,17 @@ def accuracy(model: torch.nn.Module, loader: DataLoader, device: torch.device) -
     return round(float(counts[0] / counts[1]), 4)
 
 
+def finish(model: torch.nn.Module, result: dict, arguments: argparse.Namespace) -> None:
+    """Makes the delta on all ranks, since each of them may have a part of the weights; one writes it and prints."""
+    delta = SparseDelta.from_model(model)
+    if dist.get_rank() == 0:
+        print(summary(model))
+        if arguments.out:
+            delta.save(arguments.out)
+        print(json.dumps({**result, "ranks": dist.get_world_size(), "entries": delta.num_entries}))
+    dist.destroy_process_group()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Trains on every rank; rank 0 prints, the result last as JSON."""
     arguments = parse_arguments(arguments, __doc__)
@@ -120,13 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
     # 3. Train: any loop will do.
     result = train(parallel, loaders, arguments, device)
 
-    # 4. Save: every rank has the same delta.
-    if dist.get_rank() == 0:
-        print(summary(model))
-        if arguments.out:
-            SparseDelta.from_model(model).save(arguments.out)
-        print(json.dumps({**result, "ranks": dist.get_world_size(), "entries": summary(model).unmasked}))
-    dist.destroy_process_group()
+    # 4. Save the delta.
+    finish(model, result, arguments)
 
 
 if __name__ == "__main__":

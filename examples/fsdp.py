@@ -8,18 +8,16 @@ Options, data and loop are those of ``ddp.py``; with ``--copies`` each copy is s
 
 from __future__ import annotations
 
-import json
-
 import torch
 from classifiers import HEADS
-from ddp import parse_arguments, share_rows, start, train
+from ddp import finish, parse_arguments, share_rows, start, train
 from text_classification import load_task
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from sparsify import SparseDelta, sparsify, summary
+from sparsify import sparsify
 
 
 def shard(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
@@ -50,14 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. Train: any loop will do.
     result = train(model, loaders, arguments, device)
 
-    # 3. Save: on all ranks, since each of them has some rows of the dense head; one writes.
-    delta = SparseDelta.from_model(model)
-    if dist.get_rank() == 0:
-        print(summary(model))
-        if arguments.out:
-            delta.save(arguments.out)
-        print(json.dumps({**result, "ranks": dist.get_world_size(), "entries": delta.num_entries}))
-    dist.destroy_process_group()
+    # 3. Save the delta.
+    finish(model, result, arguments)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ Options, data and loop are those of ``ddp.py``. The ranks of a copy have the sam
 
 from __future__ import annotations
 
-import json
-
 from classifiers import HEADS
-from ddp import parse_arguments, share_rows, start, train
+from ddp import finish, parse_arguments, share_rows, start, train
 from text_classification import load_task
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsify import SparseDelta, sparsify, summary
+from sparsify import sparsify
 
 PLAN = {
     **{f"attention.self.{name}": ColwiseParallel() for name in ("query", "key", "value")},
@@ -50,14 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. Train: dropout is the same on all ranks of a copy.
     result = train(parallel, loaders, arguments, device, seed=arguments.seed + copy)
 
-    # 3. Save: on all ranks, since each of them has a part of the weights; one writes.
-    delta = SparseDelta.from_model(model)
-    if dist.get_rank() == 0:
-        print(summary(model))
-        if arguments.out:
-            delta.save(arguments.out)
-        print(json.dumps({**result, "ranks": dist.get_world_size(), "entries": delta.num_entries}))
-    dist.destroy_process_group()
+    # 3. Save the delta.
+    finish(model, result, arguments)
 
 
 if __name__ == "__main__":
