@@ -70,7 +70,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
 }
 LORAS = {"lora-1": 1, "lora-8": 8, "lora": None}  # rank; None: by the budget
-METHODS = ["none", *LORAS, *STRATEGIES, *RULES, *SCALED]
+METHODS = ["none", "full", *LORAS, *STRATEGIES, *RULES, *SCALED]
 
 
 class Bed:
@@ -162,6 +162,12 @@ class ScaledAdam(torch.optim.Optimizer):
 def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, Tensor | None]:
     """Leaves trainable what the method trains; the model, and each entry's factor of the rate, if there are any."""
     method, targets = settings.method, TARGETS[settings.candidates]
+    if method == "full":
+        model.requires_grad_(False)
+        for name, module in model.named_modules():
+            if _is_target(name, module, settings.candidates or ""):
+                module.requires_grad_(True)
+        return model, None
     if method in LORAS:
         from peft import LoraConfig, get_peft_model
 
@@ -331,7 +337,7 @@ def plan(options: argparse.Namespace) -> list[Settings]:
     for seed in options.seeds:
         for rate in options.rates:
             for method in options.methods:
-                budget = None if method in ("none", "lora-1", "lora-8") else options.budget
+                budget = None if method in ("none", "full", "lora-1", "lora-8") else options.budget
                 own = 0.0 if method == "none" else rate
                 wanted.append(Settings(method=method, rate=own, seed=seed, budget=budget, **common))
     return list(dict.fromkeys(wanted))
