@@ -19,10 +19,7 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def put(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """Writes values (n,) into a tensor of any strides, at distinct flat, row-major indices (n,).
-
-    Unlike ``Tensor.put_``, it is allowed under ``torch.use_deterministic_algorithms(True)``.
-    """
+    """Writes values (n,) into a tensor, at distinct flat indices (n,); unlike ``put_``, deterministic."""
     if tensor.is_contiguous():
         tensor.view(-1).index_copy_(0, indices, values)  # faster than index_put_
     else:

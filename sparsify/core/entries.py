@@ -62,11 +62,11 @@ class Entries:
             self._split = [part.split(self.counts) for part in self.by_tensor]
         return self._split[0][number], self._split[1][number]
 
-    def effective(self, values: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Base + delta, the model's or another (capacity,), of each tensor's entries (k,), by ascending index."""
+    def effective(self, values: Tensor | None = None) -> Tensor:
+        """Base + delta, the model's or another (capacity,), of all entries (count,), in the order of ``by_tensor``."""
         base, values = self.base, (self.values.detach() if values is None else values)[: self.count]
         total = base.to(torch.promote_types(base.dtype, values.dtype)) + values.to(base.device)
-        return total.index_select(0, self.by_tensor[0]).split(self.counts)
+        return total.index_select(0, self.by_tensor[0])
 
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         """Adds entries (n,): global ids in order of unmasking, pretrained values, and how many each tensor has."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
-from sparsify.core.module import MaskedModule, count_uses, masked_tensors, without_autocast
-from sparsify.core.tensor import Use
+from sparsify.core.module import MaskedModule, count_use, masked_tensors, without_autocast
+from sparsify.core.tensor import MaskedTensor, Use
 
 
 class MaskedLinearModule(MaskedModule):
@@ -31,13 +31,12 @@ class MaskedLinearModule(MaskedModule):
         if torch.compiler.is_dynamo_compiling():
             tensor = next(iter(masked_tensors(self).values()))
             return tensor.collector.compiled.linear(self, x, self.transposed)
-        uses, parameters = count_uses(self), self._parameters
-        weight, of_weight = uses.get("weight") or (parameters.get("weight"), None)
-        bias, of_bias = uses.get("bias") or (parameters.get("bias"), None)
-        if of_weight is None and of_bias is None:
+        parameters, use = count_use(self)
+        weight, bias = parameters["weight"], parameters.get("bias")
+        if use is None:
             return linear(x, weight, bias, self.transposed)
         dtype = autocast_dtype(x)
-        call = LinearCall(of_weight, of_bias, dtype, self.transposed)
+        call = LinearCall(masked_tensors(self).get("weight"), use, dtype, self.transposed)
         return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
 
 
@@ -56,17 +55,17 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
         """Returns the rows (..., dim) of the table for ids (...)."""
         if torch.compiler.is_dynamo_compiling():
             return masked_tensors(self)["weight"].collector.compiled.embedding(self, input)
-        weight, use = count_uses(self)["weight"]
+        parameters, use = count_use(self)
         if use is None:
-            return F.embedding(input, weight, self.padding_idx)
-        return _Embedding.apply(input, weight, use, use.root)
+            return F.embedding(input, parameters["weight"], self.padding_idx)
+        return _Embedding.apply(input, parameters["weight"], use, use.root)
 
 
 class LinearCall(NamedTuple):
     """One call of a masked linear layer, beyond the tensors that it computes with."""
 
-    of_weight: Use | None  # None where no gradient is collected
-    of_bias: Use | None
+    masked: MaskedTensor | None  # the weight, where it is masked
+    use: Use | None  # None where no gradient is collected
     dtype: torch.dtype | None  # to compute in; None for the operands' own
     transposed: bool = False  # whether the weight is (in, out)
     dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
@@ -75,9 +74,9 @@ class LinearCall(NamedTuple):
 
 def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
     """Computes a linear layer by a node that collects the gradients of the call's uses."""
-    use = call.of_weight or call.of_bias
-    if use is not None and use.tensor.collector.recompute is not None:
-        call = call._replace(recompute=use.tensor.collector.recompute(x))
+    use = call.use
+    if use is not None and use.tensors[0].collector.recompute is not None:
+        call = call._replace(recompute=use.tensors[0].collector.recompute(x))
     root = None if use is None else use.root
     if call.dtype is None:  # autocast is off, or leaves x alone
         return _Linear.apply(x, weight, bias, call, root)
@@ -105,7 +104,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, root: Tensor | None) -> Tensor:
-        needs_x = call.of_weight is not None or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
+        is_used = call.use is not None and call.masked in call.use.tensors
+        needs_x = is_used or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
         ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
         ctx.call = call if needs_x else call._replace(recompute=None)
         weight = weight if call.dequantize is None else call.dequantize()
@@ -125,10 +125,11 @@ class _Linear(torch.autograd.Function):
                 weight = (weight if call.dequantize is None else call.dequantize()).to(grad_rows.dtype)
                 grad_x = grad_rows @ (weight.t() if call.transposed else weight)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
-            if call.of_weight is not None and call.of_weight.begin():
-                call.of_weight.collect(_product(call, x, grad_rows))
-            if call.of_bias is not None and call.of_bias.begin():
-                call.of_bias.collect(DenseGradient(grad_rows.sum(0, keepdim=True)))
+            if call.use is not None:
+                call.use.collect([
+                    (own, _product(call, x, grad_rows) if own is call.masked else DenseGradient(grad_rows.sum(0)[None]))
+                    for own in call.use.begin()
+                ])  # fmt: skip
             if ctx.needs_input_grad[1]:
                 grad_weight = _product(call, x, grad_rows).dense().values
             if ctx.needs_input_grad[2]:
@@ -153,6 +154,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        if ctx.use.begin():
-            ctx.use.collect(row_gradient(ids, grad_y, ctx.height))
+        ctx.use.collect([(tensor, row_gradient(ids, grad_y, ctx.height)) for tensor in ctx.use.begin()])
         return None, None, None, None

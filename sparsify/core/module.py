@@ -18,22 +18,21 @@ def masked_tensors(module: nn.Module) -> dict[str, MaskedTensor]:
     return module.__dict__.get(TENSORS, {})
 
 
-def count_uses(module: nn.Module) -> dict[str, tuple[Any, Use | None]]:
-    """Counts a use of each masked parameter in the module's forward; returns both by attribute name.
+def count_use(module: nn.Module) -> tuple[dict[str, Any], Use | None]:
+    """Counts a use of a module's masked parameters; returns all its parameters, and the use if there is one.
 
-    The parameter is detached, since PEFT, for one, sets ``requires_grad`` again, but for a tensor that
-    ``functional_call()`` has put in its place. The use is ``None`` where no gradient will be collected.
+    The masked ones are detached, since PEFT, for one, sets ``requires_grad`` again, but for shared taps, and for
+    tensors that ``functional_call()`` has put in their places: these are not in the use.
     """
-    tensors: dict[str, MaskedTensor] = module.__dict__[TENSORS]
-    parameters: Any = module._parameters  # ReadParameters
-    uses = next(iter(tensors.values())).collector.uses(tensors.values())
-    found = {}
+    found: Any = dict(module._parameters.items())
+    used, tensors = [], module.__dict__[TENSORS]
     with torch._C.DisableTorchFunctionSubclass():  # which takes longer than the use
-        for (attribute, tensor), use in zip(tensors.items(), uses, strict=True):
-            parameter = parameters.get(attribute)
-            is_own = parameter is tensor.parameter
-            found[attribute] = (parameter.detach(), use) if is_own else (parameter, None)
-    return found
+        for attribute, tensor in tensors.items():
+            if found.get(attribute) is tensor.parameter:
+                shared = tensor.collector.shared_tap(tensor) if len(tensor.shape) == 1 else None
+                found[attribute] = tensor.parameter.detach() if shared is None else shared
+                used += [tensor] if shared is None else []
+    return found, tensor.collector.use(used)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -23,8 +23,6 @@ from sparsify.errors import SparsifyError
 class Selector:
     """Selects the best masked entries of a step, from gradients that arrive one tensor at a time."""
 
-    batches_small = False  # whether it is offered the small tensors together, after the others
-
     def __init__(self, topk: TopK, importance: Importance) -> None:
         self._topk, self._importance = topk, importance
 

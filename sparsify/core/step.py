@@ -37,14 +37,15 @@ class Pass:
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
         self.settled: set[MaskedTensor] = set()
 
-    def hold(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Adds the gradient of a tensor's use to those of the others, and settles the sum if no other is to come."""
-        if tensor in self.held:
-            gradient = self.held.pop(tensor).add(gradient)
-        if tensor.waiting:
-            self.held[tensor] = gradient.held()
-        else:
-            self.settle(tensor, gradient)
+    def hold(self, gradients: Iterable[tuple[MaskedTensor, Gradient]]) -> None:
+        """Adds the gradients of a use to those of others, and settles the sums that no other is to come to."""
+        for tensor, gradient in gradients:
+            if tensor in self.held:
+                gradient = self.held.pop(tensor).add(gradient)
+            if tensor.waiting:
+                self.held[tensor] = gradient.held()
+            else:
+                self.settle(tensor, gradient)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
@@ -104,6 +105,7 @@ class TrainingStep:
     pass_kind: type[Pass] = Pass
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
+    shared_tap: Any = staticmethod(lambda tensor: None)  # a tensor's tap where one node has those of several
     recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
     frozen: Set[MaskedTensor] = frozenset()  # tensors that do not train for now
     around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
@@ -120,21 +122,19 @@ class TrainingStep:
         for tensor in tensors:
             tensor.collector = self
 
-    def uses(self, tensors: Iterable[MaskedTensor]) -> list[Use | None]:
-        """Counts a use of each tensor in a forward pass; ``None`` where no gradient will be collected."""
+    def use(self, tensors: Iterable[MaskedTensor]) -> Use | None:
+        """Counts a use, in a forward pass, of those tensors whose gradients will be collected; ``None`` if none is."""
         root = self.root_anchor()
         if self.paused or not torch.is_grad_enabled() or not root.requires_grad:
-            return [None for _ in tensors]
+            return None
         # after the budget is spent a checkpoint may be recomputed, and what is selected be masked again
         checkpointed = not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         every, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
         # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
         graph = torch._C._current_graph_task_id()
         recomputed = graph != -1 and graph != self.around_forward
-        return [
-            Use(tensor, root, recomputed) if (every or counts[tensor.number]) and tensor not in self.frozen else None
-            for tensor in tensors
-        ]
+        used = [own for own in tensors if (every or counts[own.number]) and own not in self.frozen]
+        return Use(used, root, recomputed) if used else None
 
     def root_anchor(self) -> Tensor:
         """(1,) that of the flat delta as it is now."""
@@ -145,24 +145,24 @@ class TrainingStep:
                 self.current_root = Root(values, self)
             return self.current_root.output
 
-    def begin(self, tensor: MaskedTensor, root: Tensor, around: int = -1) -> bool:
-        """Begins the backward of a use made ``around`` a pass, and a pass with the first; is its gradient wanted?"""
+    def begin(self, tensors: Sequence[MaskedTensor], root: Tensor, around: int = -1) -> list[MaskedTensor]:
+        """Begins the backward of a use made ``around`` a pass, and a pass with the first; whose gradient is wanted?"""
         with self._lock:
             graph = torch._C._current_graph_task_id()
             current = self._passes.get(graph)
             if current is None:
                 if root.grad_fn is None or not torch._C._will_engine_execute_node(root.grad_fn):
-                    return False  # as a backward pass for the gradient of an input alone
+                    return []  # as a backward pass for the gradient of an input alone
                 current = self._passes[graph] = self.start_pass(graph, around)
             if self.reached is not None:
-                self.reached.add(tensor)
-            selector = current.selector
-            return self.entries.counts[tensor.number] > 0 or (selector is not None and selector.wants(tensor))
+                self.reached.update(tensors)
+            selector, counts = current.selector, self.entries.counts
+            return [own for own in tensors if counts[own.number] or (selector is not None and selector.wants(own))]
 
-    def collect(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Takes the gradient of a use that was begun."""
+    def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
+        """Takes the gradients of a use that was begun."""
         with self._lock:
-            self._passes[torch._C._current_graph_task_id()].hold(tensor, gradient)
+            self._passes[torch._C._current_graph_task_id()].hold(gradients)
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""
@@ -218,7 +218,7 @@ class TrainingStep:
 
     def write(self) -> None:
         """Writes base + delta into the weights."""
-        for tensor, values in zip(self.tensors, self.entries.effective(), strict=True):
+        for tensor, values in zip(self.tensors, self.entries.effective().split(self.entries.counts), strict=True):
             if tensor.count:
                 tensor.write(values)
 

@@ -1,9 +1,10 @@
 """Taps: how a masked parameter is read by anything but a masked layer: by norms, convolutions, experts, tied heads.
 
-A tap is the identity; its node receives the parameter's whole gradient and hands it to ``collect``. In the model's
-forward each read of ``module.weight`` makes one.
+A tap is the identity; its node receives the whole gradient of one parameter, or of several one after the other, and
+hands it to ``collect``. In the model's forward each read of ``module.weight`` makes one, or is a part of a shared one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,25 +19,29 @@ CHANGED = (
 )
 
 
-class _Tap(torch.autograd.Function):
+class Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, use: Use, root: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, use: Use, root: Tensor) -> Tensor:
         ctx.use = use
-        return parameter.view_as(parameter)
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        if ctx.use.begin():
-            ctx.use.collect(ctx.use.tensor.gradient(grad))
+        tensors: Sequence[MaskedTensor] = ctx.use.tensors
+        parts = [grad] if len(tensors) == 1 else grad.split([tensor.numel for tensor in tensors])
+        grads = dict(zip(tensors, parts, strict=True))
+        ctx.use.collect([(tensor, tensor.gradient(grads[tensor])) for tensor in ctx.use.begin()])
         return None, None, None
 
 
 def tap(parameter: Any, tensor: MaskedTensor) -> Any:
     """Returns a tap of a masked parameter; its values alone where no gradient will be collected."""
-    (use,) = tensor.collector.uses([tensor])
-    with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
-        read = parameter.detach()
-    read = read if use is None else _Tap.apply(read, use, use.root)
+    read = tensor.collector.shared_tap(tensor) if parameter is tensor.parameter else None
+    if read is None:
+        use = tensor.collector.use([tensor])
+        with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
+            read = parameter.detach()
+        read = read if use is None else Tap.apply(read, use, use.root)
     read._is_param = True  # to isinstance(), as get_parameter() asks
     return read
 

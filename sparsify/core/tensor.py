@@ -12,6 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,34 +37,36 @@ _NUMBERS = itertools.count()
 
 
 class Use:
-    """One use of a tensor in a forward pass, held by its autograd node.
+    """One use of some tensors in a forward pass, held by its autograd node.
 
     ``root`` (1,) is the node's input through which autograd reaches the flat delta, after the last use. Where
     checkpointing computes the use again (``recomputed``), its own node only refills the first one's.
     """
 
-    def __init__(self, tensor: MaskedTensor, root: Tensor, recomputed: bool = False) -> None:
-        self.tensor, self.root, self._recomputed, self._number = tensor, root, recomputed, next(_NUMBERS)
+    def __init__(self, tensors: Sequence[MaskedTensor], root: Tensor, recomputed: bool = False) -> None:
+        self.tensors, self.root, self._recomputed, self._number = tensors, root, recomputed, next(_NUMBERS)
         self._around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
-        if not recomputed:
+        for tensor in () if recomputed else tensors:
             tensor.waiting.add(self._number)
 
-    def begin(self) -> bool:
-        """Begins the backward of the use, and so ends it; whether its gradient is wanted."""
+    def begin(self) -> list[MaskedTensor]:
+        """Begins the backward of the use, and so ends it; returns the tensors whose gradients are wanted."""
         if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
             raise SparsifyError(NOT_TWICE)
         if self._recomputed:
-            raise SparsifyError(REENTRANT.format(name=self.tensor.name))
+            raise SparsifyError(REENTRANT.format(name=self.tensors[0].name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
-            self.tensor.waiting.discard(self._number)
-        return self.tensor.collector.begin(self.tensor, self.root, self._around)
+            self.__del__()
+        return self.tensors[0].collector.begin(self.tensors, self.root, self._around)
 
-    def collect(self, gradient: Gradient) -> None:
-        """Hands the gradient over."""
-        self.tensor.collector.collect(self.tensor, gradient)
+    def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
+        """Hands the gradients of wanted tensors over."""
+        if gradients:
+            self.tensors[0].collector.collect(gradients)
 
     def __del__(self) -> None:
-        self.tensor.waiting.discard(self._number)
+        for tensor in self.tensors:
+            tensor.waiting.discard(self._number)
 
 
 @dataclass(eq=False, repr=False)

@@ -237,7 +237,8 @@ class BaseReference(nn.Module):
         (model,) = self._model
         engine, training = get_engine(model), model.training
         with base_weights(model):
-            for tensor, values in zip(engine.tensors, engine.entries.effective(self.values), strict=True):
+            averaged = engine.entries.effective(self.values).split(engine.entries.counts)
+            for tensor, values in zip(engine.tensors, averaged, strict=True):
                 if values.numel():
                     tensor.write_without_version_bump(values)
             output = model.eval()(*args, **kwargs)

@@ -47,8 +47,7 @@ def scatter(
         bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), indices))
         with torch.cuda.device_of(bits):
             _scatter[(triton.cdiv(number, BLOCK),)](addresses, places, bits, number, block=BLOCK)
-    for weight in written if seen else ():
-        torch.autograd.graph.increment_version(weight)
+    torch.autograd.graph.increment_version(written if seen else [])
 
 
 @triton.jit(do_not_specialize=["number"])

@@ -51,7 +51,7 @@ def made_ready(handle: Tensor) -> bool:
     """Makes the root anchor while a graph is compiled; not traced, so that an error reaches the caller unchanged."""
     collector: Any = tensor_of(handle).collector
     collector.weights.freeze()
-    collector.uses(())  # refuses to be exported, too
+    collector.use(())  # refuses to be exported, too
     return True
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.core.devices import put
 from sparsify.core.layers import LinearCall, MaskedLinear, autocast_dtype, run_linear
-from sparsify.core.module import MaskedModule, count_uses, masked_tensors
+from sparsify.core.module import MaskedModule, count_use, masked_tensors
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 
@@ -106,12 +106,11 @@ class MaskedPackedLinear(MaskedQuantizedLinear, MaskedLinear):
 
 
 def _quantized_linear(module: Any, x: Tensor) -> Tensor:
-    uses, tensor = count_uses(module), masked_tensors(module)["weight"]
+    (parameters, use), tensor = count_use(module), masked_tensors(module)["weight"]
     assert isinstance(tensor, QuantizedTensor)
     if hasattr(module, "compute_dtype"):  # bitsandbytes' 4-bit layers, which autocast does not reach
         dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
-    bias, of_bias = uses.get("bias") or (module._parameters.get("bias"), None)
-    call = LinearCall(uses["weight"][1], of_bias, dtype, dequantize=tensor.dequantizer())
-    return run_linear(x, None, bias, call).to(output_dtype)
+    call = LinearCall(tensor, use, dtype, dequantize=tensor.dequantizer())
+    return run_linear(x, None, parameters.get("bias"), call).to(output_dtype)

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from sparsify.common.ranks import PLACES, Ranks, num_ranks
 from sparsify.common.shards import is_fully_sharded
-from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
+from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
 from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
@@ -80,7 +80,7 @@ class RanksSelector(StreamingSelector):
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         self._offer_waiting()
         for own in small:
-            self._small.update(zip(own.tensors, map(DenseGradient, map(as_matrix, own.values)), strict=True))
+            self._small.update({t: DenseGradient(values.view(matrix_shape(t))) for t, values in own.values.items()})
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
@@ -113,10 +113,10 @@ class RanksSelector(StreamingSelector):
         for tensor, gradient in self._small.items():
             device = tensor.parameter.device
             own = gradient or DenseGradient(torch.zeros(matrix_shape(tensor), dtype=self._dtype, device=device))
-            by_device.setdefault(device, SmallGradients()).add(tensor, own)
+            by_device.setdefault(device, SmallGradients()).add([(tensor, own)])
         for small in by_device.values():
-            self._work.dense += small.numel
-            weight, grad, ids = small.entries([self._excluded(tensor) for tensor in small.tensors])
+            weight, grad, ids = small.entries(self._excluded_places(small))
+            self._work.dense += grad.numel()
             self._offer_share(weight, grad.to(self._dtype), 0, ids)
 
     def _offer_share(

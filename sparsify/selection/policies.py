@@ -33,6 +33,8 @@ _KEPT, _LEAST_KEPT = 8, 1 << 16
 class RankedSelector(Selector):
     """Selects entries (n,) that are known before the step, best first; gradients are ``like`` the flat delta."""
 
+    batches_small = False
+
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._grads = ids.to(like.device), like.new_zeros(ids.numel())
         ordered, places = self._ids.sort()
@@ -58,6 +60,8 @@ class RankedSelector(Selector):
 
 class AllocatedSelector(Selector):
     """Selects by a selector of its own for each module with a budget of its own, and one for all other tensors."""
+
+    batches_small = False
 
     def __init__(self, own: Mapping[MaskedTensor, Any]) -> None:
         self._own, self._all = own, list(dict.fromkeys(own.values()))
@@ -184,9 +188,9 @@ class AccumulatingSelector(Selector):
 
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         for some in small:
-            indices = [self._selector.known[tensor] for tensor in some.tensors]
-            parts = some.take(indices).to(self._new).split([own.numel() for own in indices])
-            for tensor, own in zip(some.tensors, parts, strict=True):
+            known = {tensor: self._selector.known[tensor] for tensor in some.values}
+            parts = some.joined[some.places(known)].to(self._new).split([own.numel() for own in known.values()])
+            for tensor, own in zip(known, parts, strict=True):
                 self._own[tensor] += own
         self._selector.offer_small(small)
 

@@ -103,8 +103,8 @@ class StreamingSelector(Selector):
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         """Takes the whole gradients of all small tensors, by device, at the end of a pass."""
         for own in small:
-            self._work.dense += own.numel
-            weight, grad, ids = own.entries([self._excluded(tensor) for tensor in own.tensors])
+            self._work.dense += own.joined.numel()
+            weight, grad, ids = own.entries(self._excluded_places(own))
             self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
 
     def _wanted(self, tensor: MaskedTensor) -> Tensor:
@@ -113,6 +113,14 @@ class StreamingSelector(Selector):
     def _excluded(self, tensor: MaskedTensor) -> Tensor:
         excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
         return torch.cat([excluded, self.known[tensor]]) if self.known else excluded
+
+    def _excluded_places(self, small: SmallGradients) -> Tensor:
+        """As :meth:`_excluded`, of all small tensors: places among their joined gradients."""
+        tensors: list[Any] = [*small.values]
+        never = {own: own.never_candidates for own in tensors if own.frozen_row is not None or own.rows is not None}
+        places = [small.places(never)]
+        places += [small.places({tensor: self.known[tensor] for tensor in tensors})] if self.known else []
+        return torch.cat([*places, small.unmasked[1]] if self._masked_only else places)
 
     def _compute(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
         """Returns the gradient of the wanted entries (k,), and the whole one, zero at the excluded entries (e,)."""

@@ -4,8 +4,9 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,75 +36,104 @@ class BatchingPass(Pass):
         super().__init__(selector)
         self._small: defaultdict[torch.device, SmallGradients] = defaultdict(SmallGradients)
 
-    def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+    def hold(self, gradients: Iterable[tuple[MaskedTensor, Gradient]]) -> None:
+        small: list[tuple[MaskedTensor, Gradient]] = []
+        others: list[tuple[MaskedTensor, Gradient]] = []
+        for tensor, gradient in gradients:
+            if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
+                gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
+            (small if self._is_batched(tensor) else others).append((tensor, gradient))
+        if small:
+            self._small[small[0][1].device].add(small)  # those of one use are on one device
+        super().hold(others)
+
+    def _is_batched(self, tensor: MaskedTensor) -> bool:
         selector: Any = self.selector
-        if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
-            gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
-        if is_small(tensor) and (selector is None or selector.batches_small) and tensor not in self.settled:
-            self.settled.add(tensor)
-            self._small[gradient.device].add(tensor, gradient)
-        else:
-            super().settle(tensor, gradient)
+        return is_small(tensor) and (selector is None or selector.batches_small or not tensor.collector.sharded)
 
     def settle_rest(self) -> None:
         super().settle_rest()
-        check_alike(self._small.values())
-        for small in self._small.values():
-            entries = small.tensors[0].collector.entries
-            slots, indices = zip(*[entries.of(tensor.number) for tensor in small.tensors], strict=True)
-            self.taken.append((torch.cat(slots), small.take(indices)))
         selector: Any = self.selector
+        batches = list(self._small.values())
+        check_alike(batches)
+        for small in batches:
+            if selector is None or selector.batches_small:
+                slots, places = small.unmasked
+                self.taken.append((slots, small.joined[places]))
+            else:
+                for tensor, values in small.values.items():
+                    self.settle(tensor, DenseGradient(values.view(matrix_shape(tensor))))
         if selector is not None and selector.batches_small:
-            selector.offer_small(list(self._small.values()))
+            selector.offer_small(batches)
 
 
 class SmallGradients:
-    """Whole gradients of small tensors on one device, as they came in."""
+    """Whole gradients of small tensors on one device: added up as they come in, and joined at the end of the pass."""
 
     def __init__(self) -> None:
-        self.tensors: list[MaskedTensor] = []
-        self.values: list[Tensor] = []  # of their gradients
-        self._starts: list[int] = []  # where each of these begins once they are joined
-        self.numel = 0  # entries of all
+        self.values: dict[MaskedTensor, Tensor] = {}  # (n,) in memory of their own
 
-    def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        """Keeps a tensor's gradient, in memory of its own: another backward may write into what it got."""
-        gradient = gradient.dense()
-        if gradient.rows is not None:
-            gradient = DenseGradient(gradient.values.new_zeros(matrix_shape(tensor))).add(gradient)
-        self.tensors.append(tensor)
-        self.values.append(gradient.own().values.reshape(-1))
-        self._starts.append(self.numel)
-        self.numel += tensor.numel
+    def add(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
+        """Adds the gradients of one use, and copies them at once: another backward may write into what it got."""
+        parts = [_whole(tensor, gradient) for tensor, gradient in gradients]
+        copies = [parts[0].own().values.view(-1)]
+        if len(parts) > 1:  # in one operation
+            copies = [*_flat([part.values for part in parts]).split([tensor.numel for tensor, _ in gradients])]
+        for (tensor, _), own in zip(gradients, copies, strict=True):
+            self.values[tensor] = self.values[tensor] + own if tensor in self.values else own
 
     @cached_property
     def joined(self) -> Tensor:
-        """(numel,) the gradients of all tensors, once these are complete."""
-        return torch.cat(self.values)
+        """(n,) the gradients of all tensors, one after the other."""
+        return torch.cat(list(self.values.values()))
 
-    def take(self, indices: Sequence[Tensor]) -> Tensor:
-        """Returns the gradient at flat indices (n,) of each tensor; not after :meth:`entries`."""
-        return self.joined[self._places(indices)]
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each tensor's gradient begins in ``joined``."""
+        return [0, *accumulate(tensor.numel for tensor in self.values)][:-1]
 
-    def entries(self, excluded: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, gradients and global ids (n,) of all entries, those of excluded flat indices without a gradient."""
-        grad, weight = self.joined, torch.cat([tensor.weight.reshape(-1) for tensor in self.tensors])
-        grad.index_fill_(0, self._places(excluded), 0)  # and so never offered
-        # an entry's place here is its flat index, and its id, less a number of its tensor
-        less = [start - tensor.offset for start, tensor in zip(self._starts, self.tensors, strict=True)]
-        ids = torch.arange(self.numel, device=grad.device)
-        ids -= _repeated(less, [tensor.numel for tensor in self.tensors], grad.device)
+    @cached_property
+    def unmasked(self) -> tuple[Tensor, Tensor]:
+        """Slots (k,) of the unmasked entries, and their places in ``joined``."""
+        entries = next(iter(self.values)).collector.entries
+        ends, counts = [*accumulate(entries.counts)], [entries.counts[tensor.number] for tensor in self.values]
+        slots, indices = entries.by_tensor  # of all tensors, of which these are some
+        firsts = [ends[tensor.number] - end for tensor, end in zip(self.values, accumulate(counts), strict=True)]
+        at = torch.arange(sum(counts), device=slots.device) + _repeated(firsts, counts, slots.device)
+        places = indices[at] + _repeated(self._starts, counts, slots.device)
+        return slots[at], places.to(self.joined.device)
+
+    def places(self, indices: Mapping[MaskedTensor, Tensor]) -> Tensor:
+        """Where flat indices (n,) of some tensors are in ``joined``."""
+        starts = dict(zip(self.values, self._starts, strict=True)) if indices else {}
+        none = torch.empty(0, dtype=torch.int64, device=self.joined.device)
+        return torch.cat([none, *(own + starts[tensor] for tensor, own in indices.items())])
+
+    def entries(self, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, gradients and global ids (n,) of all entries, those in the excluded places without a gradient."""
+        tensors: list[Any] = [*self.values]
+        weight = _flat([own.weight if own.is_parallel or own.is_quantized else own.parameter for own in tensors])
+        grad = self.joined
+        grad.index_fill_(0, excluded, 0)  # and so never offered
+        more = [tensor.offset - start for tensor, start in zip(tensors, self._starts, strict=True)]
+        ids = torch.arange(grad.numel(), device=grad.device)
+        ids += _repeated(more, [tensor.numel for tensor in tensors], grad.device)
         return weight, grad, ids
 
-    def _places(self, indices: Sequence[Tensor]) -> Tensor:
-        """Where some flat indices of each tensor are in the joined gradients."""
-        places = torch.cat(list(indices)).to(self.values[0].device)
-        return places + _repeated(self._starts, [own.numel() for own in indices], places.device)
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies of tensors, one after the other: (n,)."""
+    return torch._utils._flatten_dense_tensors(tensors)  # without a view of each in Python
+
+
+def _whole(tensor: MaskedTensor, gradient: Gradient) -> DenseGradient:
+    dense = gradient.dense()
+    return dense if dense.rows is None else DenseGradient(dense.values.new_zeros(matrix_shape(tensor))).add(dense)
 
 
 def check_alike(batches: Iterable[SmallGradients]) -> None:
     """Raises ``SparsifyError`` where tensor-parallel ranks differ in a gradient that all of them have."""
-    collector = next((small.tensors[0].collector for small in batches), None)
+    collector = next((tensor.collector for small in batches for tensor in small.values), None)
     if collector is None or collector.parallel == 1 or collector.sharded or collector.entries.step > 1:
         return
     mesh = next(p.device_mesh for p in collector.root.parameters() if is_shard(p))
@@ -111,7 +141,7 @@ def check_alike(batches: Iterable[SmallGradients]) -> None:
     found[0] = mesh.mesh.min()  # the first rank of this copy of the model
     for small in batches:
         tensor: Any
-        for tensor, values in zip(small.tensors, small.values, strict=True):
+        for tensor, values in small.values.items():
             found[1 + tensor.number] = 0 if tensor.is_partial else values.norm()
     first, norms = collector.ranks.gather(found).split([1, len(collector.tensors)], dim=1)
     others = norms[first.squeeze(1).long()]

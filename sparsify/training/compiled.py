@@ -106,7 +106,7 @@ class CompiledGraphs:
         """Counts a use as its graph runs forward; a part that runs again inside a backward pass is checkpointing's."""
         graph = torch._C._current_graph_task_id()
         if graph in (-1, self._step.around_forward):
-            self._uses[tensor].append(Use(tensor, self._step.root_anchor()))
+            self._uses[tensor].append(Use([tensor], self._step.root_anchor()))
         else:
             self._recomputed[tensor] = graph
 
@@ -121,13 +121,13 @@ class CompiledGraphs:
             tensor.waiting.add(_AGAIN)
             self._again.append(tensor)
         # none waits where a graph that was kept runs backward again
-        if not (uses.pop().begin() if uses else self._step.begin(tensor, self._step.root_anchor())):
+        if not (uses.pop().begin() if uses else self._step.begin([tensor], self._step.root_anchor())):
             return
         own = gradient()
         with without_autocast(own.device):
             if tensor.waiting or is_small(tensor):  # it is held, and a compiled graph uses its buffers again
                 own = own.dense().own()
-        self._step.collect(tensor, own)
+        self._step.collect([(tensor, own)])
 
     def pass_done(self) -> None:
         self._recomputed.clear()

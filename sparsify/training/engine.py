@@ -35,6 +35,7 @@ from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
+from sparsify.training.forward import Forward, Forwards, vectors
 from sparsify.training.plan import Plan
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
 
@@ -80,8 +81,7 @@ class Engine(TrainingStep):
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
-        # the root's forward passes, by the backward passes around them, as cached losses run it; or -1
-        self._forward = optimizer_steps.Begun()
+        self._forwards, self.vectors = Forwards(), vectors(plan.tensors)
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
         self._warned_of_read = False
@@ -96,10 +96,10 @@ class Engine(TrainingStep):
     def __getstate__(self) -> dict[str, Any]:
         open_now: dict[str, Any] = {"_passes": {}, "_begun": {}, "passes": 0, "paused": False}
         open_now["_had_dropped"] = self._has_dropped()
-        return {**self.__dict__, **open_now, "_lock": None, "_forward": None, "current_root": None}
+        return {**self.__dict__, **open_now, "_lock": None, "_forwards": None, "current_root": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _forward=optimizer_steps.Begun())
+        self.__dict__.update(state, _lock=threading.RLock(), _forwards=Forwards())
         listen(self)
 
     def start(self, selected: Tensor) -> None:
@@ -158,7 +158,7 @@ class Engine(TrainingStep):
     @property
     def in_forward(self) -> bool:  # type: ignore[override]
         """Whether the root runs forward, or a part of it is recomputed."""
-        return bool(self._forward.begun) or torch._C._current_graph_task_id() != -1
+        return bool(self._forwards.running) or torch._C._current_graph_task_id() != -1
 
     @property
     def around_forward(self) -> int:  # type: ignore[override]
@@ -166,7 +166,7 @@ class Engine(TrainingStep):
         # nothing is recomputed in a node that saves nothing: the hook of a leaf, as a cached loss is one, runs a model
         if graph != -1 and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad":
             return graph
-        return self._forward.begun[-1] if self._forward.begun else -1
+        return self._forwards.running[-1].around if self._forwards.running else -1
 
     def enter(self) -> None:
         """The root's forward begins: refreshes the weights and makes a root anchor for compiled parts."""
@@ -178,19 +178,22 @@ class Engine(TrainingStep):
                 self.weights.freeze()
                 self.refresh()
             super().root_anchor()
-            self._forward.begun.append(torch._C._current_graph_task_id())
+            self._forwards.running.append(Forward())
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
         self.compiled.leave()
         if not torch.compiler.is_dynamo_compiling():
-            del self._forward.begun[-1:]
+            del self._forwards.running[-1:]
 
     def root_anchor(self) -> Tensor:
-        if self._forward.begun and self.current_root is not None:  # the root's forward has checked it
+        if self._forwards.running and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output
         check_not_exported()
         return super().root_anchor()
+
+    def shared_tap(self, tensor: MaskedTensor) -> Tensor | None:
+        return self._forwards.running[-1].tap(tensor, self) if self._forwards.running else None
 
     def warn_of_read(self, tensor: MaskedTensor) -> None:
         """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""
@@ -224,9 +227,9 @@ class Engine(TrainingStep):
         self._begun[graph] = thread, self.entries.count, self.passes
         return current
 
-    def collect(self, tensor: ModelTensor, gradient: Gradient) -> None:  # type: ignore[override]
-        with self._section(COLLECT, gradient.device):
-            super().collect(tensor, gradient if tensor.rows is None else tensor.of_rows(gradient))
+    def collect(self, gradients: Sequence[tuple[Any, Gradient]]) -> None:
+        with self._section(COLLECT, gradients[0][1].device):
+            super().collect([(own, grad if own.rows is None else own.of_rows(grad)) for own, grad in gradients])
 
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):
@@ -308,7 +311,7 @@ class Engine(TrainingStep):
             optimizer_steps.note_counted(self)
             self._counted_by_hook = optimizer is not None
             self._moves = 0
-            self._forward.begun.clear()  # forward passes that were interrupted have not left
+            self._forwards.running.clear()  # forward passes that were interrupted have not left
             self.compiled.step_done()
             self.weights.keep_frozen()
             super().optimizer_stepped()

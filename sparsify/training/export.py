@@ -133,7 +133,8 @@ class Exporter:
     def _export(self, budget: int) -> dict[str, TrainedEntries]:
         engine = self._engine
         # without asking the other ranks, and faster than reading all weights
-        sums = engine.entries.effective() if engine.weights.are_sums or engine.sharded else None
+        are_sums = engine.weights.are_sums or engine.sharded
+        sums = engine.entries.effective().split(engine.entries.counts) if are_sums else None
         values = []
         for tensor in self._entries:
             if tensor.is_quantized:

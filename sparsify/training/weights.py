@@ -123,11 +123,12 @@ class EffectiveWeights:
         self._written = None  # an interrupted write is repeated
         self._addresses = None
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
-            if not but and not traced and runs_ahead(values.device) and all(map(_can_scatter, tensors)):
+            if not but and not traced and runs_ahead(values.device) and _can_scatter(tensors):
                 self._scatter(seen=True)
                 self._addresses = self._addresses_now()
             else:
-                for tensor, own in zip(tensors, self._entries.effective(), strict=True):
+                parts = self._entries.effective().split(self._entries.counts)
+                for tensor, own in zip(tensors, parts, strict=True):
                     if own.numel() and tensor not in but:
                         tensor.write(own)
         self.are_sums = not but
@@ -165,7 +166,7 @@ class EffectiveWeights:
         from sparsify.kernels.triton import scatter
 
         weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
-        scatter(weights, self._entries.counts, indices, torch.cat(self._entries.effective()), seen)
+        scatter(weights, self._entries.counts, indices, self._entries.effective(), seen)
 
     def _may_write_again(self) -> bool:
         """Whether the last write was by address, and nothing shows, without a wait, that what it wrote has changed."""
@@ -266,8 +267,9 @@ def check_trained(step: TrainingStep, call: str) -> None:
         raise SparsifyError(f"{call} inside base_weights(): the weights are the pretrained ones; leave it first.")
 
 
-def _can_scatter(tensor: MaskedTensor) -> bool:
-    """Whether a weight can be written to together with others, by its address."""
-    parameter = tensor.parameter
-    on_gpu = runs_ahead(parameter.device) and has_triton(parameter.device)
-    return on_gpu and parameter.is_contiguous() and not tensor.is_quantized and not is_shard(parameter)
+def _can_scatter(tensors: Sequence[MaskedTensor]) -> bool:
+    """Whether weights can be written to together, by their addresses."""
+    parameters = [tensor.parameter for tensor in tensors]
+    on_gpu = all(runs_ahead(device) and has_triton(device) for device in {each.device for each in parameters})
+    is_plain = (each.is_contiguous() and not is_shard(each) for each in parameters)
+    return on_gpu and all(is_plain) and not any(tensor.is_quantized for tensor in tensors)

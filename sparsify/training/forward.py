@@ -1,0 +1,66 @@
+"""The forward passes of a model's root, and the one node that has the taps of all small vectors in each of them.
+
+A model has more biases and norms than weights: a node of its own for each would take longer than their gradients.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsify.core.taps import Tap
+from sparsify.core.tensor import MaskedTensor
+from sparsify.masked.tensor import ModelTensor
+from sparsify.selection.small import is_small
+
+ALIGNED = 8  # numbers: 16 bytes of the shortest
+
+
+class Forward:
+    """One forward pass of the root, as long as it runs."""
+
+    def __init__(self) -> None:
+        self.around = torch._C._current_graph_task_id()  # the backward pass inside which it runs, as in a cached loss
+        self._taps: dict[MaskedTensor, Tensor] | None = None
+
+    def tap(self, tensor: MaskedTensor, step: Any) -> Tensor | None:
+        """The shared tap of a tensor; ``None`` for another, and for what is computed again in backward."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing's
+        if not torch.is_grad_enabled() or hooks is not None or torch._C._current_graph_task_id() != self.around:
+            return None
+        if self._taps is None:
+            self._taps = _share(step)
+        return self._taps.get(tensor)
+
+
+class Forwards(threading.local):
+    """The root's forward passes that run in this thread, the outermost first; what has failed is among them."""
+
+    def __init__(self) -> None:
+        self.running: list[Forward] = []
+
+
+def vectors(tensors: Iterable[ModelTensor]) -> list[MaskedTensor]:
+    """The tensors whose taps are shared; the first ones in a copy of all stay aligned, for kernels that ask for it."""
+    plain = (tensor for tensor in tensors if not (tensor.is_parallel or tensor.is_quantized))
+    found = [tensor for tensor in plain if len(tensor.shape) == 1 and is_small(tensor)]
+    return sorted(found, key=lambda tensor: tensor.numel % ALIGNED != 0)
+
+
+def _share(step: Any) -> dict[MaskedTensor, Tensor]:
+    """Makes the taps of all small vectors, those of a kind in one node; under FSDP2, each has its own in its block."""
+    kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
+    with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
+        for tensor in () if step.sharded else step.vectors:
+            kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
+    found: dict[MaskedTensor, Tensor] = {}
+    for tensors in kinds.values():
+        if (use := step.use(tensors)) is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                values = torch.cat([tensor.parameter for tensor in use.tensors])
+            taps = Tap.apply(values, use, use.root).split([tensor.numel for tensor in use.tensors])
+            found |= zip(use.tensors, taps, strict=True)
+    return found
