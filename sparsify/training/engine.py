@@ -178,7 +178,7 @@ class Engine(TrainingStep):
                 self.weights.freeze()
                 self.refresh()
             super().root_anchor()
-            self._forwards.running.append(Forward())
+            self._forwards.running.append(Forward(self))
 
     def leave(self) -> None:
         """The root's forward has ended, or failed."""
@@ -193,7 +193,7 @@ class Engine(TrainingStep):
         return super().root_anchor()
 
     def shared_tap(self, tensor: MaskedTensor) -> Tensor | None:
-        return self._forwards.running[-1].tap(tensor, self) if self._forwards.running else None
+        return self._forwards.tap(tensor)
 
     def warn_of_read(self, tensor: MaskedTensor) -> None:
         """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""

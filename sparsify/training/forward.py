@@ -6,6 +6,7 @@ A model has more biases and norms than weights: a node of its own for each would
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,18 +23,25 @@ ALIGNED = 8  # numbers: 16 bytes of the shortest
 class Forward:
     """One forward pass of the root, as long as it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Any) -> None:
+        self._step = step
         self.around = torch._C._current_graph_task_id()  # the backward pass inside which it runs, as in a cached loss
-        self._taps: dict[MaskedTensor, Tensor] | None = None
 
-    def tap(self, tensor: MaskedTensor, step: Any) -> Tensor | None:
-        """The shared tap of a tensor; ``None`` for another, and for what is computed again in backward."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checkpointing's
-        if not torch.is_grad_enabled() or hooks is not None or torch._C._current_graph_task_id() != self.around:
-            return None
-        if self._taps is None:
-            self._taps = _share(step)
-        return self._taps.get(tensor)
+    @cached_property
+    def taps(self) -> dict[MaskedTensor, Tensor]:
+        """Those of all small vectors, a node for each device and dtype; under FSDP2, each has its own in its block."""
+        kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
+        found: dict[MaskedTensor, Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
+            for tensor in () if self._step.was_sharded else self._step.vectors:
+                kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
+            for tensors in kinds.values():
+                if (use := self._step.use(tensors)) is not None:
+                    with torch.no_grad():
+                        values = torch.cat([tensor.parameter for tensor in use.tensors])
+                    taps = Tap.apply(values, use, use.root).split([tensor.numel for tensor in use.tensors])
+                    found |= zip(use.tensors, taps, strict=True)
+        return found
 
 
 class Forwards(threading.local):
@@ -42,25 +50,17 @@ class Forwards(threading.local):
     def __init__(self) -> None:
         self.running: list[Forward] = []
 
+    def tap(self, tensor: MaskedTensor) -> Tensor | None:
+        """Its part of the node of all small vectors; not where checkpointing will compute, or computes, it again."""
+        forward = self.running[-1] if self.running else None
+        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if forward is None or checkpointed or not torch.is_grad_enabled():
+            return None
+        return forward.taps.get(tensor) if torch._C._current_graph_task_id() == forward.around else None
+
 
 def vectors(tensors: Iterable[ModelTensor]) -> list[MaskedTensor]:
     """The tensors whose taps are shared; the first ones in a copy of all stay aligned, for kernels that ask for it."""
     plain = (tensor for tensor in tensors if not (tensor.is_parallel or tensor.is_quantized))
     found = [tensor for tensor in plain if len(tensor.shape) == 1 and is_small(tensor)]
     return sorted(found, key=lambda tensor: tensor.numel % ALIGNED != 0)
-
-
-def _share(step: Any) -> dict[MaskedTensor, Tensor]:
-    """Makes the taps of all small vectors, those of a kind in one node; under FSDP2, each has its own in its block."""
-    kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
-    with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
-        for tensor in () if step.sharded else step.vectors:
-            kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
-    found: dict[MaskedTensor, Tensor] = {}
-    for tensors in kinds.values():
-        if (use := step.use(tensors)) is not None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                values = torch.cat([tensor.parameter for tensor in use.tensors])
-            taps = Tap.apply(values, use, use.root).split([tensor.numel for tensor in use.tensors])
-            found |= zip(use.tensors, taps, strict=True)
-    return found

@@ -138,8 +138,11 @@ def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
 
 def has_uncounted_step(step: TrainingStep) -> bool:
     """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
-    uncounted = (each.optimizer() for each in _STEPS.begun if not each.has_closure and step not in each.counted)
-    return any(optimizer is not None and holds(optimizer, step.entries.values) for optimizer in uncounted)
+    for each in _STEPS.begun:
+        optimizer = None if each.has_closure or step in each.counted else each.optimizer()
+        if optimizer is not None and holds(optimizer, step.entries.values):
+            return True
+    return False
 
 
 def warn_of_uncounted(moves: int) -> None:

@@ -92,7 +92,7 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
         engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
-    if not torch.compiler.is_dynamo_compiling() and not engine.step:  # in a graph, a step of its own each time
+    if not torch.compiler.is_dynamo_compiling() and not engine.entries.step:  # in a graph, a step of its own each time
         check_no_stage(root)
     engine.enter()
 
