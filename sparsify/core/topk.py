@@ -46,7 +46,7 @@ class TopK:
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         none = torch.empty(0, dtype=dtype, device=device)
         # ids, scores, gradients, weights
-        self._best: tuple[Tensor, ...] = (torch.empty(0, dtype=torch.int64, device=device), none, none, none)
+        self._best: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device), none, none, none]
         self._waiting: list[tuple[Tensor, ...]] = []
         self._num_waiting = 0
 
@@ -108,7 +108,7 @@ class TopK:
 
     def cut(self) -> None:
         """Takes in the entries that wait and keeps the ``size`` best."""
-        self._best = tuple(map(torch.cat, zip(self._best, *self._waiting, strict=True)))
+        self._best = list(map(torch.cat, zip(self._best, *self._waiting, strict=True)))
         self._waiting, self._num_waiting = [], 0
         ids, scores, *_ = self._best
         if scores.numel() >= self.size:
@@ -118,7 +118,7 @@ class TopK:
             level = (scores == self.threshold).nonzero().squeeze(1)
             level = level[ids[level].argsort()[: self.size - above.numel()]]
             kept = torch.cat([above, level])
-            self._best = tuple(own[kept] for own in self._best)
+            self._best = [own[kept] for own in self._best]
 
 
 def best_first(ids: Tensor, scores: Tensor) -> Tensor:
