@@ -94,7 +94,7 @@ def block_of(parameter: Any) -> Block:
 
 def read_entries(parameter: Any, indices: Tensor) -> Tensor:
     """Reads the values (n,) of a sharded parameter at flat indices (n,), in a call that all ranks make together."""
-    values = read_own_entries(parameter, indices)
+    values = read_own_entries(parameter, indices, others=-0.0)  # which adds nothing, to another -0.0 as well
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
             dist.all_reduce(values, group=parameter.device_mesh.get_group(dim))

@@ -145,7 +145,7 @@ class Dense:
         assert full or float(different.abs().max()) <= slack, f"{int(chosen.sum())} entries, not {int(own.sum())}"
         spread = float(different.max() - different.min())
         assert spread <= slack, f"entries {taken.nonzero().tolist()} instead of {left.nonzero().tolist()}"
-        assert spread > 0 or self.program.dtype != torch.float64, f"ties in another order: {taken.nonzero().tolist()}"
+        assert spread > 0 or not full or self.program.dtype != torch.float64, f"ties in another order: {taken.nonzero().tolist()}"
 
     def step(self, scale, clip):
         if self.gradient is None:
@@ -154,7 +154,10 @@ class Dense:
             self.delta.grad = self.gradient / scale
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([self.delta], clip)
+            before = self.delta.detach().clone()
             self.optimizer.step()
+            if not self.passes and self.delta.equal(before):
+                return  # a step without a pass, which moves nothing, is not counted
             self.step_number, self.selected, self.may_drop, self.passes = self.step_number + 1, False, False, 0
 
     def zero_grad(self, set_to_none):

@@ -15,6 +15,7 @@ from products import FREE
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
 
 from sparsify import Schedule, SparseDelta, base_weights, desparsify, get_engine, sparsify, trained_state
+from sparsify.common.shards import full_values, is_fully_sharded
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
 SELECTIONS = {"repeat": Repeat(), "static": Static()}
@@ -26,6 +27,7 @@ TINY = {
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
     "sparsify.selection.static.BLOCK_ENTRIES": 24,
+    "sparsify.selection.distributed.MOST_AT_ONCE": 150,
     **{f"sparsify.selection.screening.{name}": cost for name, cost in FREE.items()},
     "sparsify.selection.screening.sampling_pays": lambda *_: True,
 }
@@ -38,9 +40,11 @@ class InterruptedPassError(Exception):
 class Run:
     """Both sides of a program; each method is an action, done by both and compared, from equal states if ``short``."""
 
+    copies, copy_number = 1, 0  # of a model on several ranks, each with batches of its own
+
     def __init__(self, program):
         self.program, self.batches = program, program.batches()
-        self.short, self.rounding = program.dtype != torch.float64, ROUNDING[program.dtype]
+        self.short, self.rounding = program.dtype != torch.float64, ROUNDING[program.dtype] * self.copies
         self.dense = Dense(program)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=program.scaled)
 
@@ -52,10 +56,15 @@ class Run:
             importance, _ = IMPORTANCES[program.importance]
             selection = SELECTIONS.get(program.selection) or Increment(program.select)
             budget, strategy = dense.budget, Strategy(importance, selection)
-        return sparsify(program.model(), budget, strategy, steps=program.steps, schedule=Schedule(**program.schedule))
+        model, schedule = self.split(program.model()), Schedule(**program.schedule)
+        return self.shard(sparsify(model, budget, strategy, steps=program.steps, schedule=schedule))
+
+    # what several ranks do to a model before it is sparsified, and to the weights and the whole of it afterwards
+    split = shard = wrap = staticmethod(lambda model: model)
 
     def sparsify(self):
         self.sparse = self.sparsified()
+        self.parallel = self.wrap(self.sparse)
         self.optimizer = OPTIMIZERS[self.program.optimizer]([self.sparse.sparse_values])
         self.compare_choice()
         self.compare_weights()
@@ -77,14 +86,18 @@ class Run:
             self.passes(two)
 
     def losses(self, batch, overflow=None):
-        def probe(place, hidden):
-            if place == overflow and hidden.requires_grad:
-                hidden.register_hook(lambda grad: grad * torch.inf)
-            return hidden
+        def loss(model, copy):
+            def probe(place, hidden):
+                if place == overflow and hidden.requires_grad and copy == batch % self.copies:
+                    hidden.register_hook(lambda grad: grad * torch.inf)
+                return hidden
 
-        losses = [model(*self.batches[batch], probe) for model in (self.sparse, self.dense.model)]
-        self.compare("the loss", *losses)
-        return [self.scaler.scale(loss) for loss in losses]
+            tokens, labels, _ = self.batches[(batch + copy) % len(self.batches)]
+            return model(tokens, labels, self.batches[batch][-1], probe)
+
+        sparse, dense = loss(self.parallel, self.copy_number), [loss(self.dense.model, i) for i in range(self.copies)]
+        self.compare("the loss", sparse, dense[self.copy_number])
+        return [self.scaler.scale(each) for each in (sparse, sum(dense) / self.copies)]
 
     def passes(self, losses, *, retain=False):
         sparse, dense = losses
@@ -158,13 +171,19 @@ class Run:
 
     def resume(self, what):
         file = io.BytesIO()
-        state = self.sparse.state_dict() if what == "state_dict" else trained_state(self.sparse)
+        state = self.state() if what == "state_dict" else trained_state(self.sparse)
         torch.save(state, file)
         file.seek(0)
         model = self.sparsified()
-        model.load_state_dict(torch.load(file, weights_only=True))
+        self.load(model, torch.load(file, weights_only=True))
         self.go_on_with(model)
         self.dense.selected = False
+
+    def state(self):
+        return self.sparse.state_dict()
+
+    def load(self, model, state):
+        model.load_state_dict(state)
 
     def copy(self, how):
         original = self.sparse
@@ -177,7 +196,7 @@ class Run:
     def go_on_with(self, model):
         state = self.optimizer.state_dict()
         self.sparse, self.dense.gradient, self.dense.may_drop, self.dense.passes = model, None, False, 0
-        self.optimizer = OPTIMIZERS[self.program.optimizer]([model.sparse_values])
+        self.parallel, self.optimizer = self.wrap(model), OPTIMIZERS[self.program.optimizer]([model.sparse_values])
         self.optimizer.load_state_dict(state)
         self.compare_weights()
 
@@ -185,10 +204,10 @@ class Run:
         delta = SparseDelta.from_model(self.sparse)
         base = self.program.model()
         delta.apply(base)
-        trained = desparsify(self.sparse).state_dict()
-        assert base.state_dict().keys() == trained.keys()
-        for name, value in base.state_dict().items():
-            assert same_bits(value, trained[name]), f"the delta makes another `{name}`"
+        plain, state = self.sparse if is_fully_sharded(self.sparse) else desparsify(self.sparse), base.state_dict()
+        assert is_fully_sharded(plain) or state.keys() == plain.state_dict().keys()
+        for name, value in state.items():
+            assert same_bits(value, full_values(plain.get_parameter(name))), f"the delta makes another `{name}`"
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
@@ -242,13 +261,16 @@ class Run:
         if self.short:
             dense.delta.copy_(values)
         dense.write()
-        weights = torch.cat([self.sparse.get_parameter(name).reshape(-1) for name in dense.names])
+        weights = torch.cat([self.weight(name).reshape(-1) for name in dense.names])
         self.compare("a weight", weights, dense.wide_weights(), 0 if self.short else self.rounding)
         self.compare_frozen()
 
+    def weight(self, name):
+        return full_values(self.sparse.get_parameter(name))
+
     def compare_frozen(self):
-        dense, now = self.dense, self.sparse.get_parameter
-        weights = torch.cat([now(name).detach().reshape(-1) for name in dense.names])
+        dense, now = self.dense, self.weight
+        weights = torch.cat([now(name).reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"
         for name, parameter in dense.model.named_parameters():
             assert parameter.requires_grad or same_bits(now(name), parameter), f"`{name}` has changed"
@@ -268,9 +290,9 @@ def interrupt_in_backward(*_):
         interrupt()
 
 
-def run(program):
+def run(program, kind=Run):
     """Runs both sides of a program and returns them; an error has the program, the action and what was found there."""
-    both = Run(program)
+    both = kind(program)
     with ExitStack() as limits:
         for name, limit in TINY.items() if program.tiny else ():
             limits.enter_context(patch(name, limit))

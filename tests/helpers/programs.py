@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from sparsify.common.ranks import num_ranks
+
 VOCABULARY, TOKENS, WIDTH, EXPERTS = 11, 4, 6, 3
 
 
@@ -74,7 +76,7 @@ class Experts(nn.Module):
         output = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero().squeeze(1)
-            if rows.numel() or number == 0:  # the first is called in any case, the others are left out
+            if rows.numel() or number == 0 or num_ranks() > 1:  # the first is called in any case, others are left out
                 output = output.index_add(0, rows, share[rows, None] * expert(tokens[rows]))
         return output.view_as(x)
 
@@ -127,7 +129,7 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         if "tied" in head:
             self.head.weight = self.table.weight
-        self.scale = nn.Parameter(torch.empty(()))
+        self.scale = nn.Parameter(torch.empty((1,) if num_ranks() > 1 else ()))  # FSDP2 takes no scalars
 
     def forward(self, tokens, labels, skipped=(), probe=lambda place, hidden: hidden):
         """The loss; ``probe`` sees the hidden states before each part and after the last."""
