@@ -127,10 +127,8 @@ class Ranks:
 
     def average_(self, grad: Tensor) -> Tensor:
         """Averages the ranks' flat gradients in place; ``bytes_sent`` does not count them, as under DDP."""
-        before = self.bytes_sent
-        self.sum_(grad).div_(num_ranks())
-        self.bytes_sent = before
-        return grad
+        self._call(dist.all_reduce, grad)
+        return grad.div_(num_ranks())
 
     def _call(self, collective: Any, *tensors: Any, **options: Any) -> Any:
         try:

@@ -142,12 +142,8 @@ def check_shards(name: str, parameter: Any, parallel: int, *, is_parallel: bool)
     mesh, placements, ranks = parameter.device_mesh, parameter.placements, dist.get_world_size()
     *copies, rows = placements[:-1] if is_parallel else placements
     along_rows = not rows.is_replicate() and rows.dim == 0
-    if (
-        not along_rows
-        or not all(each.is_replicate() for each in copies)
-        or (is_parallel and parallel == 1)
-        or (mesh.size() * (1 if is_parallel else parallel) != ranks)
-    ):
+    is_whole = all(each.is_replicate() for each in copies) and not (is_parallel and parallel == 1)
+    if not (along_rows and is_whole) or mesh.size() * (1 if is_parallel else parallel) != ranks:
         expected = "expected fully_shard(module) along its rows, over all ranks or, hybrid, over the last dimension of "
         expected += "a mesh of all ranks, not over a part of them; parallelize_module() before sparsify()."
         raise SparsifyError(f"`{name}` is placed as {placements} on a mesh of shape {tuple(mesh.shape)}; {expected}")

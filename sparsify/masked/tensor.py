@@ -113,8 +113,12 @@ class ModelTensor(MaskedTensor):
 
     @property
     def local(self) -> Tensor:
-        """(n,) the effective values that this rank holds."""
-        return self.parameter.detach().to_local().reshape(-1)
+        """(n,) the effective values that this rank holds, with those that ``fully_shard`` has dealt to its copies."""
+        from torch.distributed.tensor import Replicate
+
+        *copies, own = self.parameter.placements
+        gathered = self.parameter.detach().redistribute(placements=[*[Replicate()] * len(copies), own])
+        return gathered.to_local().reshape(-1)
 
     @property
     def weight(self) -> Tensor:

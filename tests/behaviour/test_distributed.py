@@ -206,6 +206,12 @@ def message_of_a_check(rank):
     return error_of(check_ranks, model)
 
 
+def joined(rank):
+    model, batches = mlp()
+    with (parallel := DistributedDataParallel(sparsify(model, BUDGET, steps=STEPS))).join():
+        parallel(**own_part(batches[0], rank))
+
+
 # what every rank runs, and what it is told
 REFUSED = {
     "a module is skipped": (
@@ -227,6 +233,7 @@ REFUSED = {
     "other arguments": (lambda rank: message(rank, steps=STEPS + rank), "differ in their settings", "same arguments"),
     "without DDP": (lambda rank: message(rank, ddp=False), "differ in their flat delta", "DistributedDataParallel"),
     "a known set without DDP": (lambda rank: message(rank, strategy="pafi", ddp=False), "differ in their flat delta"),
+    "uneven batches": (lambda rank: error_of(joined, rank), "under join() of", "leave it out, and give every rank as many batches"),
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
 }  # fmt: skip
 # what every rank runs, with the same result, and whether that is right

@@ -145,7 +145,8 @@ class Dense:
         assert full or float(different.abs().max()) <= slack, f"{int(chosen.sum())} entries, not {int(own.sum())}"
         spread = float(different.max() - different.min())
         assert spread <= slack, f"entries {taken.nonzero().tolist()} instead of {left.nonzero().tolist()}"
-        assert spread > 0 or not full or self.program.dtype != torch.float64, f"ties in another order: {taken.nonzero().tolist()}"
+        differs = spread > 0 or not full or self.program.dtype != torch.float64
+        assert differs, f"ties in another order: {taken.nonzero().tolist()}"
 
     def step(self, scale, clip):
         if self.gradient is None:

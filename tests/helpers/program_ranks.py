@@ -11,31 +11,37 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 FULL = StateDictOptions(full_state_dict=True, strict=False)
-SHARED = {"output_layouts": Replicate()}
+SHARED = ColwiseParallel(output_layouts=Replicate())
 # the layers of parts that are tensor-parallel; other parts are whole on each rank
 PLANS = {
     "layers": {"0": ColwiseParallel(), "2": RowwiseParallel()},
-    "twice": {"layer": ColwiseParallel(**SHARED)},
-    "tied": {"0": ColwiseParallel(**SHARED), "2": ColwiseParallel(**SHARED)},
-    "stacked": {"router": ColwiseParallel(**SHARED)},
-    "experts": {"router": ColwiseParallel(**SHARED), "experts.*": ColwiseParallel(**SHARED)},
+    "twice": {"layer": SHARED},
+    "tied": {"0": SHARED, "2": SHARED},
+    "stacked": {"router": SHARED},
+    "experts": {"router": SHARED, "experts.*": SHARED},
 }
 
 
 class HybridRun(Run):
     """Two copies of a model, each sharded over two ranks; all four ranks have batches of their own."""
 
-    copies = 4
+    copies, is_sharded = 4, True
 
     def __init__(self, program):
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+        self.mesh = self.data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
         self.copy_number = dist.get_rank() * self.copies // 4
-        super().__init__(program)
+        super().__init__(within_limits(program, type(self), self.is_sharded))
 
     def shard(self, model):
-        for part in dict.fromkeys(model.parts):
-            fully_shard(part, mesh=self.mesh)
-        return fully_shard(model, mesh=self.mesh, ignored_params={model.sparse_values})
+        if self.is_sharded:
+            for part in dict.fromkeys(model.parts):
+                fully_shard(part, mesh=self.data)
+            fully_shard(model, mesh=self.data, ignored_params={model.sparse_values})
+        return model
+
+    def wrap(self, model):
+        group = None if self.data is self.mesh else self.data.get_group()
+        return model if self.is_sharded else DistributedDataParallel(model, process_group=group)
 
     def state(self):
         return get_model_state_dict(self.sparse, options=FULL)
@@ -45,19 +51,28 @@ class HybridRun(Run):
         set_model_state_dict(model, {name: state[name] for name in names if name in state}, options=FULL)
 
 
+class CopiesRun(HybridRun):
+    """Four copies under DDP."""
+
+    is_sharded = False
+
+
 class ParallelRun(HybridRun):
-    """Two copies of a model under DDP, each tensor-parallel over two ranks, which have the same batches."""
+    """Two copies of a model under DDP or FSDP2, each tensor-parallel over two ranks, which have the same batches."""
 
     copies = 2
 
+    def __init__(self, program):
+        self.is_sharded = program.seed % 4 > 1
+        super().__init__(program)
+
     def split(self, model):
-        plan = {}
+        self.data, plan = self.mesh["copies"], {}
         for number, (kind, part) in enumerate(zip(self.program.parts, model.parts, strict=True)):
             if part not in list(model.parts)[:number]:
-                kind = "twice" if kind == "shared" else kind
                 plan |= {f"parts.{number}.{name}": style for name, style in PLANS.get(kind, {}).items()}
         if self.program.head in ("own", "tied"):  # others read the table's weight
-            plan |= {"table": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(**SHARED)}
+            plan |= {"table": RowwiseParallel(input_layouts=Replicate()), "head": SHARED}
         parallelize_module(model, self.mesh["parts"], plan)
         if self.program.head == "tied":
             model.head.weight = model.table.weight
@@ -66,23 +81,19 @@ class ParallelRun(HybridRun):
                 part[2].weight = part[0].weight
         return model
 
-    def shard(self, model):
-        return model
 
-    def wrap(self, model):
-        return DistributedDataParallel(model, process_group=self.mesh["copies"].get_group())
+def within_limits(program, kind, is_sharded):
+    """Leaves out what torch itself refuses there, as going on after a pass that failed.
 
-
-def within_limits(program, kind):
-    """The program without what torch itself refuses there: to go on after a failed pass, for one.
-
-    FSDP2 takes neither copies nor inference_mode(), and DDP one backward pass for each forward pass.
+    FSDP2 takes neither copies nor ``inference_mode()``; DDP takes one backward pass for each forward pass.
     """
     script = []
     for action, *arguments in program.script:
-        if kind is ParallelRun and action == "backward" and arguments[0] != "summed":
+        if action == "backward" and arguments[0] != "summed" and not is_sharded:
             arguments[0] = "one"
-        is_refused = kind is HybridRun and (action == "copy" or arguments[:1] == ["inference"])
+        if action == "resume" and kind is ParallelRun and is_sharded:  # in shards of unequal sizes
+            arguments = ["trained_state"]
+        is_refused = is_sharded and (action == "copy" or arguments[:1] == ["inference"])
         if action != "fail" and arguments[:1] != ["pickle"] and not is_refused:
             script.append((action, *arguments))
     return program.but(script=script)
@@ -90,4 +101,4 @@ def within_limits(program, kind):
 
 def run_all(rank, kind, seeds):
     for seed in seeds:
-        run(within_limits(program(seed), kind), kind)
+        run(program(seed), kind)

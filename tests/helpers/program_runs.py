@@ -296,7 +296,7 @@ def run(program, kind=Run):
     with ExitStack() as limits:
         for name, limit in TINY.items() if program.tiny else ():
             limits.enter_context(patch(name, limit))
-        for number, (action, *arguments) in enumerate(program.script, 1):
+        for number, (action, *arguments) in enumerate(both.program.script, 1):
             try:
                 getattr(both, action)(*arguments)
             except Exception as error:
