@@ -2,16 +2,24 @@
 
 import pytest
 import torch
+from program_ranks import CopiesRun, HybridRun, ParallelRun, run_all
 from program_runs import run
 from programs import program
+from rank_processes import on_ranks
 
-ALL = 200
+ALL = [*range(200), 2400, 2949]  # where an idle step counts, and where rounding chooses one entry more
 pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first step")
 
 
-@pytest.mark.parametrize("seed", range(ALL))
+@pytest.mark.parametrize("seed", ALL)
 def test_a_random_program_is_the_oracle(seed):
     both = run(program(seed))  # which compares the two after each action
     trained = dict(both.sparse.named_parameters())
     for name, expected in both.dense.model.named_parameters():
         torch.testing.assert_close(trained[name], expected, rtol=0, atol=10 * both.rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [CopiesRun, HybridRun, ParallelRun])
+def test_a_random_program_on_two_times_two_ranks_is_the_oracle(kind):
+    on_ranks(4, run_all, kind, range(16))

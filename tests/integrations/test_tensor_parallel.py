@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import re
 import tempfile
 from unittest.mock import patch
@@ -10,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from models import llama, next_tokens
+from oracle import unmasked_sets
 from rank_models import STEPS, assert_like, error_of, mlp, selecting, shard, train, words
 from rank_processes import on_ranks
 from safetensors.torch import save_model
@@ -243,6 +245,27 @@ def test_two_copies_of_two_parallel_ranks_train_like_one_process_with_both_batch
         assert "expected fully_shard(module) along its rows, over all" in result.pop("over all")
     for way, name in results[0]:
         assert_like([result[way, name] for result in results], trained(0, name))
+
+
+def by_the_trainer(rank, folder):
+    from trainers import make_trainer
+
+    settings = {"tp_size": 2, "tp_plan": "auto"} if num_ranks() > 1 else {}
+    if settings:  # as torchrun does
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
+    model, batches = loaded(**settings)
+    rows = [{name: values[row] for name, values in batch.items()} for batch in batches for row in range(4)]
+    with patch("accelerate.ParallelismConfig._validate_accelerator", lambda *_: None):  # which wants a GPU
+        trainer = make_trainer(sparsify(model, BUDGET), folder, rows, max_steps=STEPS, save_only_model=True)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return {"losses": losses, "sets": unmasked_sets(model), "delta": model.sparse_values.detach()}
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_a_parallel_model_as_a_whole_one(tmp_path):
+    assert_like(on_ranks(2, by_the_trainer, tmp_path), by_the_trainer(0, tmp_path / "alone"))
 
 
 def test_each_entry_is_in_one_block_at_one_place():
