@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from program_ranks import CopiesRun, HybridRun, ParallelRun, run_all
+from program_ranks import run_all
 from program_runs import run
 from programs import program
 from rank_processes import on_ranks
@@ -20,6 +20,6 @@ def test_a_random_program_is_the_oracle(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [CopiesRun, HybridRun, ParallelRun])
-def test_a_random_program_on_two_times_two_ranks_is_the_oracle(kind):
-    on_ranks(4, run_all, kind, range(16))
+@pytest.mark.parametrize("engine", ["DDP", "HSDP", "TP, DDP", "TP, FSDP2"])
+def test_a_random_program_on_two_times_two_ranks_is_the_oracle(engine):
+    on_ranks(4, run_all, engine, range(12))

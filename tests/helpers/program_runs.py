@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from products import FREE
 from program_oracle import IMPORTANCES, OPTIMIZERS, ROUNDING, Dense
+from torch import nn
 
 from sparsify import Schedule, SparseDelta, base_weights, desparsify, get_engine, sparsify, trained_state
 from sparsify.common.shards import full_values, is_fully_sharded
@@ -59,8 +60,9 @@ class Run:
         model, schedule = self.split(program.model()), Schedule(**program.schedule)
         return self.shard(sparsify(model, budget, strategy, steps=program.steps, schedule=schedule))
 
-    # what several ranks do to a model before it is sparsified, and to the weights and the whole of it afterwards
+    # what several ranks do in their own ways: before sparsify(), after it, to what is called, to save and to load
     split = shard = wrap = staticmethod(lambda model: model)
+    state, load = staticmethod(nn.Module.state_dict), staticmethod(nn.Module.load_state_dict)
 
     def sparsify(self):
         self.sparse = self.sparsified()
@@ -171,19 +173,13 @@ class Run:
 
     def resume(self, what):
         file = io.BytesIO()
-        state = self.state() if what == "state_dict" else trained_state(self.sparse)
+        state = (self.state if what == "state_dict" else trained_state)(self.sparse)
         torch.save(state, file)
         file.seek(0)
         model = self.sparsified()
         self.load(model, torch.load(file, weights_only=True))
         self.go_on_with(model)
         self.dense.selected = False
-
-    def state(self):
-        return self.sparse.state_dict()
-
-    def load(self, model, state):
-        model.load_state_dict(state)
 
     def copy(self, how):
         original = self.sparse
@@ -204,10 +200,10 @@ class Run:
         delta = SparseDelta.from_model(self.sparse)
         base = self.program.model()
         delta.apply(base)
-        plain, state = self.sparse if is_fully_sharded(self.sparse) else desparsify(self.sparse), base.state_dict()
-        assert is_fully_sharded(plain) or state.keys() == plain.state_dict().keys()
-        for name, value in state.items():
-            assert same_bits(value, full_values(plain.get_parameter(name))), f"the delta makes another `{name}`"
+        trained = self.sparse.state_dict() if is_fully_sharded(self.sparse) else desparsify(self.sparse).state_dict()
+        assert is_fully_sharded(self.sparse) or base.state_dict().keys() == trained.keys()
+        for name, value in base.state_dict().items():
+            assert same_bits(value, full_values(trained[name])), f"the delta makes another `{name}`"
 
     def chosen(self):
         """(N,) bool: the entries that the library trains in this step."""
@@ -261,15 +257,12 @@ class Run:
         if self.short:
             dense.delta.copy_(values)
         dense.write()
-        weights = torch.cat([self.weight(name).reshape(-1) for name in dense.names])
+        weights = torch.cat([full_values(self.sparse.get_parameter(name)).reshape(-1) for name in dense.names])
         self.compare("a weight", weights, dense.wide_weights(), 0 if self.short else self.rounding)
         self.compare_frozen()
 
-    def weight(self, name):
-        return full_values(self.sparse.get_parameter(name))
-
     def compare_frozen(self):
-        dense, now = self.dense, self.weight
+        dense, now = self.dense, lambda name: full_values(self.sparse.get_parameter(name))
         weights = torch.cat([now(name).reshape(-1) for name in dense.names])
         assert same_bits(weights[~dense.touched], dense.base[~dense.touched]), "a frozen entry has changed"
         for name, parameter in dense.model.named_parameters():

@@ -203,19 +203,6 @@ def test_two_shards_train_like_one_process_with_both_batches(two, name):
     assert_like([result[name] for result in two], trained(0, name))
 
 
-def all_hybrid(rank):
-    runs = {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name}
-    return {**runs, "state": state(rank, mesh=hybrid_mesh())}
-
-
-@pytest.mark.slow
-def test_two_copies_of_two_shards_train_like_one_process_with_all_batches():
-    results = on_ranks(4, all_hybrid)
-    for name in LIKE_ONE_PROCESS.keys() & results[0].keys():
-        assert_like([result[name] for result in results], trained(0, name))
-    check_states(on_each(results, state), results[0]["hybrid"])
-
-
 def test_a_mixed_precision_policy_rounds_neither_the_delta_nor_the_base(two):
     first, second = on_each(two, rounded_in_forward)
     assert first == second
