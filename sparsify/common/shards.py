@@ -85,8 +85,7 @@ def block_of(parameter: Any) -> Block:
     dimensions = list(zip(parameter.placements, mesh.shape, mesh.get_coordinate(), strict=True))
     for placement, ranks, rank in dimensions[::-1]:
         if not placement.is_replicate():
-            dim = placement.dim
-            most = -(-sizes[dim] // ranks)  # as torch.chunk deals them out
+            most = -(-sizes[dim := placement.dim] // ranks)  # as torch.chunk deals them out
             first = min(rank * most, sizes[dim])
             starts[dim], sizes[dim] = starts[dim] + first, min(most, sizes[dim] - first)
     return Block(tuple(parameter.shape), tuple(starts), tuple(sizes))

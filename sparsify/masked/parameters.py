@@ -96,9 +96,8 @@ class FollowedParameters(ReadParameters):
     def keep(self, attribute: str, parameter: Any) -> None:
         super().keep(attribute, parameter)
         tensor = self.tensors[attribute]
-        is_new = is_shard(parameter) and not getattr(tensor, "is_parallel", True)  # a copy's tensor may come later
-        if is_new and not tensor.collector.was_sharded:  # by fully_shard(), or is refused at the next use
-            tensor.collector.weights.mark_stale()
+        if is_shard(parameter) and not (getattr(tensor, "is_parallel", True) or tensor.collector.was_sharded):
+            tensor.collector.weights.mark_stale()  # by fully_shard(), or it is refused; a copy's tensor may come later
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter
         if type(parameter) is MaskedParameter:

@@ -116,9 +116,8 @@ class ModelTensor(MaskedTensor):
         """(n,) the effective values that this rank holds, with those that ``fully_shard`` has dealt to its copies."""
         from torch.distributed.tensor import Replicate
 
-        *copies, own = self.parameter.placements
-        gathered = self.parameter.detach().redistribute(placements=[*[Replicate()] * len(copies), own])
-        return gathered.to_local().reshape(-1)
+        placements = [*[Replicate() for _ in self.parameter.placements[1:]], self.parameter.placements[-1]]
+        return self.parameter.detach().redistribute(placements=placements).to_local().reshape(-1)
 
     @property
     def weight(self) -> Tensor:

@@ -38,6 +38,10 @@ _REMEDIES = {"settings": _SETTINGS, "step": _SETTINGS, "candidates": _SETTINGS, 
 
 def check_ranks_alike(engine: Any) -> None:
     """Compares an engine with the other ranks'; raises ``SparsifyError`` on each of them when they differ."""
+    wrappers = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
+    if any(ddp._join_config.enable and engine.root in ddp.module.modules() for ddp in wrappers):
+        problem = "under join() of DistributedDataParallel, a rank without batches chooses nothing with the others"
+        raise SparsifyError(f"{problem}: leave it out, and give every rank as many batches (DistributedSampler).")
     entries, policy, strategy = engine.entries, engine.policy, engine.strategy.to_dict()
     parts = {
         "settings": (strategy, policy.schedule, policy.steps, policy.budget, entries.values.numel(), engine.seed),
@@ -93,18 +97,16 @@ def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: in
         check_shards(name, parameter, parallel, is_parallel=is_parallel)
 
 
-def check_wrappers(root: nn.Module) -> None:
-    """Raises where some ranks would wait for others to choose: in a stage of a pipeline, and under DDP's ``join()``."""
-    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", ())
-    for thing in gc.get_objects() if num_ranks() > 1 else ():
-        is_stage, is_ddp = issubclass(type(thing), kind), issubclass(type(thing), nn.parallel.DistributedDataParallel)
-        if is_stage and any(module is root for module in thing.submod.modules()):
-            problem = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose"
-            remedy = "shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
-            raise SparsifyError(f"{problem} together: {remedy}")
-        if is_ddp and thing._join_config.enable and any(module is root for module in thing.module.modules()):
-            problem = "under join() of DistributedDataParallel, a rank without batches chooses nothing with the others"
-            raise SparsifyError(f"{problem}: leave it out, and give every rank as many batches (DistributedSampler).")
+def check_no_stage(root: nn.Module) -> None:
+    """Raises in a stage of a pipeline, whose backward waits for that of the next, which would wait for it to choose."""
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if kind is None or num_ranks() == 1:
+        return
+    stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+    if any(module is root for stage in stages for module in stage.submod.modules()):
+        problem = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose"
+        remedy = "shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
+        raise SparsifyError(f"{problem} together: {remedy}")
 
 
 def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:

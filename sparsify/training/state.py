@@ -32,7 +32,7 @@ from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
 from sparsify.delta.format import replace_file
 from sparsify.errors import BaseMismatchError, SparsifyError
-from sparsify.training.distributed import check_sharding, check_wrappers
+from sparsify.training.distributed import check_no_stage, check_sharding
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
 from sparsify.training.export import changed_buffers, is_pruned
@@ -92,8 +92,8 @@ def _before_forward(root: nn.Module, args: Any) -> None:
         engine.was_sharded = True
         engine.hooks[0].remove()  # from now on before the hook of FSDP2 that gathers the weights
         engine.hooks[0] = root.register_forward_pre_hook(_before_forward, prepend=True)
-    if not (torch.compiler.is_dynamo_compiling() or engine.entries.step or engine.passes):  # in a graph, a step each time
-        check_wrappers(root)
+    if not torch.compiler.is_dynamo_compiling() and not engine.entries.step:  # in a graph, a step of its own each time
+        check_no_stage(root)
     engine.enter()
 
 

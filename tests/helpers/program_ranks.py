@@ -12,14 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 FULL = StateDictOptions(full_state_dict=True, strict=False)
-SHARED = ColwiseParallel(output_layouts=Replicate())
+WHOLE = ColwiseParallel(output_layouts=Replicate())
 PLANS = {  # of the layers of parts that are tensor-parallel
-    "layers": {"0": ColwiseParallel(), "2": RowwiseParallel()},
-    "twice": {"layer": SHARED},
-    "tied": {"0": SHARED, "2": SHARED},
-    "stacked": {"router": SHARED},
-    "experts": {"router": SHARED, "experts.*": SHARED},
-}
+    "layers": {"0": ColwiseParallel(), "2": RowwiseParallel()}, "twice": {"layer": WHOLE},
+    "tied": {"0": WHOLE, "2": WHOLE}, "stacked": {"router": WHOLE}, "experts": {"router": WHOLE, "experts.*": WHOLE},
+}  # fmt: skip
 
 
 class RanksRun(Run):
@@ -56,7 +53,7 @@ class RanksRun(Run):
         for number, kind in enumerate(program.parts):
             plan |= {f"parts.{number}.{name}": style for name, style in PLANS.get(kind, {}).items()}
         if program.head in ("own", "tied"):  # others read the table's weight
-            plan |= {"table": RowwiseParallel(input_layouts=Replicate()), "head": SHARED}
+            plan |= {"table": RowwiseParallel(input_layouts=Replicate()), "head": WHOLE}
         if self.copies == 2:
             parallelize_module(model, self.parts, plan)
             if program.head == "tied":

@@ -1,7 +1,6 @@
 """Tensor-parallel models train as one process does, alone and in copies: gloo processes, many runs a spawn."""
 
 import copy
-import itertools
 import os
 import re
 import tempfile
@@ -24,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsify import SparseDelta, base_weights, desparsify, sparsify, summary, trained_state
 from sparsify.common.ranks import num_ranks
-from sparsify.common.shards import Block
 from sparsify.core.importance import D3
 from sparsify.integrations.distributed import check_ranks
 from sparsify.strategies.importance import Magnitude
@@ -256,16 +254,3 @@ def test_the_trainer_trains_a_parallel_model_as_a_whole_one(tmp_path):
     for own_sets, own_delta in on_ranks(2, under_torchrun, tmp_path):
         assert own_sets == sets
         torch.testing.assert_close(own_delta, delta)
-
-
-def test_each_entry_is_in_one_block_at_one_place():
-    whole, seen = torch.arange(3 * 4 * 5), 0
-    for corner in itertools.product([(0, 2), (2, 1)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]):
-        starts, sizes = zip(*corner, strict=True)
-        block = Block((3, 4, 5), starts, sizes)
-        local = whole.view(3, 4, 5)[tuple(slice(start, start + size) for start, size in corner)].flatten()
-        places, own = block.locate(whole)
-        assert torch.equal(block.indices(torch.arange(local.numel())), local)
-        assert torch.equal(local[places[own]], whole[own])
-        seen = seen + own.int()
-    assert bool((seen == 1).all())
