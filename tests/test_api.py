@@ -90,6 +90,7 @@ def test_a_model_that_cannot_be_sparsified_is_refused():
     refused = {
         r"expected a torch\.nn\.Module, got dict": {},
         "TorchScript": torch.jit.script(nn.Linear(2, 2)),
+        "outside of inference mode": torch.inference_mode()(lambda: nn.Linear(2, 2))(),
         "the model's own `sparse_ids`.* rename it": own,
         r"`head\.weight` is partitioned by DeepSpeed": sharded,
         r"no parameter of the model requires grad.*requires_grad_\(True\)": MLP().requires_grad_(False),

@@ -63,6 +63,21 @@ def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
     assert delta.config["model_config"] == head
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("base", ["base", "two labels"])
+def test_a_head_of_another_size_that_is_trained_within_the_budget_is_in_the_delta(pretrained, labels, base):
+    folder, batches = pretrained
+    folder = folder.with_name(base)
+    if base != "base":
+        BertForSequenceClassification.from_pretrained(pretrained[0], num_labels=2).save_pretrained(folder)
+    options = {"num_labels": labels, "ignore_mismatched_sizes": True}
+    model = sparsify(BertForSequenceClassification.from_pretrained(folder, **options), 40, steps=2)
+    train(model, [{**batch, "labels": 0 * batch["labels"] + (0.5 if labels == 1 else 0)} for batch in batches[:2]])
+    assert torch.equal(
+        logits(load_model(folder, SparseDelta.from_model(model)), batches), logits(model.eval(), batches)
+    )
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_language_model_has_equal_logits_in_the_dtype_of_training(tmp_path, name, dtype):

@@ -5,16 +5,34 @@ from ``model.parameters()``, or from an attribute of a module.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import is_shard
-from sparsify.core.taps import ReadParameters, tap
+from sparsify.core.taps import CHANGED, ReadParameters, tap
+from sparsify.errors import SparsifyError
 
+READ_OUTSIDE = (
+    "`{name}` was read outside of the model's forward, as by a loss or a penalty of your own: its gradient is right, "
+    "but computed whole, where a call of its module computes only what is needed. This is said once."
+)
+NO_GRADIENT = (
+    "has no gradient of its own: torch.autograd.grad() and hooks work on `model.sparse_values`, which has that of all "
+    "trained entries."
+)
+LOST = (
+    "was given to {} outside of the model's forward, and its gradient would be lost: give it weight.view_as(weight), "
+    "which is followed, or weight.detach() where no gradient is wanted."
+)
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_OF_GRADIENTS = (torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
 # methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
@@ -45,7 +63,9 @@ class MaskedParameter(nn.Parameter):
         if func in _SWITCHES and args[0].masked_tensor is not None:
             requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             args[0].masked_tensor.collector.weights.set_frozen(args[0].masked_tensor, not requires_grad)
-        if not torch.is_grad_enabled() or not _is_recorded(func, args):
+        elif not traced:
+            _check_followed(func, (args, kwargs), sys._getframe(1))
+        if not torch.is_grad_enabled() or not _is_recorded(func, args, kwargs):
             with torch._C.DisableTorchFunction():  # in a mode, as of a default device, Dynamo would come back here
                 return func(*args, **kwargs)
         taps: list[tuple[Any, MaskedParameter]] = []
@@ -56,7 +76,7 @@ class MaskedParameter(nn.Parameter):
                 return tensor.collector.compiled.tap(tensor, parameter)
             read = parameter.detach() if tensor is None else tap(parameter, tensor)
             if tensor is not None and read.grad_fn is not None and not tensor.collector.in_forward:
-                read.register_hook(lambda _: tensor.collector.warn_of_read(tensor))  # fully_shard() only looks at it
+                read.register_hook(lambda _: _warn_of_read(tensor))  # fully_shard() only looks at it
             taps.append((read, parameter))
             return read
 
@@ -66,11 +86,46 @@ class MaskedParameter(nn.Parameter):
         return next((parameter for read, parameter in taps if read is result), result)  # to() may change nothing
 
 
-def _is_recorded(func: Callable[..., Any], args: Any) -> bool:
+def _warn_of_read(tensor: Any) -> None:
+    """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""
+    if not tensor.collector.warned_of_read and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
+        tensor.collector.warned_of_read = True
+        warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=6)  # at the user's backward()
+
+
+def _check_followed(func: Callable[..., Any], arguments: Any, frame: FrameType) -> None:
+    """Raises where a parameter's gradient is asked for, or would be lost in a call from a frame."""
+    if func in _OF_GRADIENTS:
+        problem = NO_GRADIENT
+    elif func is Tensor.dim and frame.f_globals.get("__name__") == "torch._functorch.vmap":
+        problem = LOST.format("torch.vmap")
+    elif torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or not _is_in_function(frame):
+        return
+    else:
+        problem = LOST.format("a torch.autograd.Function")
+    found = [own.masked_tensor for own in tree_leaves(arguments) if isinstance(own, MaskedParameter)]
+    for tensor in [each for each in found if each is not None]:
+        step = tensor.collector
+        if problem is NO_GRADIENT or not (step.in_forward or step.paused or tensor in step.frozen):
+            raise SparsifyError(f"`{tensor.name}` {problem}")
+
+
+def _is_in_function(frame: Any) -> bool:
+    """Whether a frame is within the forward of a user's ``autograd.Function`` that backward will reach."""
+    while frame.f_back and frame.f_back.f_code is not _APPLY:
+        frame = frame.f_back
+    if not frame.f_back or frame.f_globals["__name__"].startswith("torch."):  # as of a compiled graph
+        return False
+    inputs = [each for each in tree_leaves([*frame.f_locals.values()]) if isinstance(each, Tensor)]
+    return any(type(each) is not MaskedParameter and each.requires_grad for each in inputs)
+
+
+def _is_recorded(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether autograd records what a function computes of its arguments."""
     kind = _kind(func)
-    if kind == "in place":
-        return not any(isinstance(own, MaskedParameter) for own in tree_leaves(args[0]))
+    if kind == "in place":  # torch.nn.init names its tensor
+        target = args[0] if args else kwargs["tensor"]
+        return not any(isinstance(own, MaskedParameter) for own in tree_leaves(target))
     return kind == "recorded"
 
 
@@ -92,6 +147,14 @@ _kind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 class FollowedParameters(ReadParameters):
     """A module's parameters by name; the masked ones have the class that follows them."""
+
+    def __setitem__(self, attribute: str, parameter: Any) -> None:
+        tensor, other = self.__dict__.get("tensors", {}).get(attribute), getattr(parameter, "masked_tensor", None)
+        is_other = other not in (None, tensor)
+        if tensor is not None and (is_other or is_quantized(parameter) > tensor.is_quantized):
+            problem = f"was {f'tied to `{other.name}`' if is_other else 'quantized'} after sparsify()"
+            raise SparsifyError(CHANGED.format(name=tensor.name, problem=problem))
+        super().__setitem__(attribute, parameter)
 
     def keep(self, attribute: str, parameter: Any) -> None:
         super().keep(attribute, parameter)

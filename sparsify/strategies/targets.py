@@ -171,6 +171,8 @@ def match_modules(model: nn.Module, pattern: Pattern, argument: str) -> set[str]
     """
     if pattern is None:
         return set()
+    if not isinstance(pattern, (str, list, tuple, set)):
+        raise SparsifyError(f"{argument}={pattern!r}; expected a list of names' ends, or a regular expression.")
     first_names = {module: name for name, module in model.named_modules()}
     if pattern == ALL_LINEAR:  # as PEFT's
         head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -9,7 +9,7 @@ pass meanwhile.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,11 +19,16 @@ from sparsify.core.gradients import Gradient
 from sparsify.core.layers import autocast_dtype
 from sparsify.core.module import masked_tensors, without_autocast
 from sparsify.core.step import TrainingStep
-from sparsify.core.tensor import REENTRANT, Use
+from sparsify.core.tensor import REENTRANT, MaskedTensor, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.small import is_small
 
+TRANSFORMED = (
+    "`{name}` was used in a transform of torch.func (vmap, grad, jacrev), which does not reach the flat delta: call "
+    "the model outside of it, or by functional_call(model, weights, inputs) with all weights detached: {{n: p.detach() "
+    "for n, p in model.named_parameters() if p is not model.sparse_values}}."
+)
 _AGAIN = -1  # the number of a use that is none of those in a forward pass
 
 
@@ -36,6 +41,13 @@ def check_not_exported() -> None:
         problem = "cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export)"
         remedy = "Export the plain model, with the trained weights in place: desparsify(model)."
         raise SparsifyError(f"a sparsified model {problem}. {remedy}")
+
+
+def check_not_transformed(tensors: Iterable[MaskedTensor]) -> None:
+    """Raises where parameters are used in a transform of ``torch.func``, but for those given as its arguments."""
+    for tensor in tensors:
+        if tensor.owner._parameters.get(tensor.attribute) is tensor.parameter:
+            raise SparsifyError(TRANSFORMED.format(name=tensor.name))
 
 
 class CompiledGraphs:

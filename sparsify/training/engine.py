@@ -6,12 +6,12 @@ what a state dict is compared by when it is loaded. The engine holds settings an
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from sparsify.common.interrupts import uninterrupted
@@ -23,7 +23,7 @@ from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.optimizer import listen
 from sparsify.core.step import Pass, TrainingStep, read_weights
-from sparsify.core.tensor import MaskedTensor
+from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
@@ -32,7 +32,7 @@ from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, pol
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
-from sparsify.training.compiled import CompiledGraphs, check_not_exported
+from sparsify.training.compiled import CompiledGraphs, check_not_exported, check_not_transformed
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.forward import Forward, Forwards, vectors
@@ -43,10 +43,6 @@ OVERLAPPING = (
     "two backward passes through one sparsified model ran at the same time, in several threads or one inside the "
     "other, and part of one's gradient is lost: they shared a GPU, or one unmasked entries that the other did not know "
     "of. Run them one after the other (in threads with a lock around backward()); forward passes may overlap."
-)
-READ_OUTSIDE = (
-    "`{name}` was read outside of the model's forward, as by a loss or a penalty of your own: its gradient is right, "
-    "but computed whole, where a call of its module computes only what is needed. This is said once."
 )
 COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's profiler
 
@@ -84,7 +80,7 @@ class Engine(TrainingStep):
         self._forwards, self.vectors = Forwards(), vectors(plan.tensors)
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
-        self._warned_of_read = False
+        self.warned_of_read = False
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
@@ -186,6 +182,12 @@ class Engine(TrainingStep):
         if not torch.compiler.is_dynamo_compiling():
             del self._forwards.running[-1:]
 
+    def use(self, tensors: Iterable[MaskedTensor]) -> Use | None:
+        use = super().use(tensors)
+        if use is not None and torch._C._are_functorch_transforms_active():
+            check_not_transformed(use.tensors)
+        return use
+
     def root_anchor(self) -> Tensor:
         if self._forwards.running and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output
@@ -194,12 +196,6 @@ class Engine(TrainingStep):
 
     def shared_tap(self, tensor: MaskedTensor) -> Tensor | None:
         return self._forwards.tap(tensor)
-
-    def warn_of_read(self, tensor: MaskedTensor) -> None:
-        """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""
-        if not self._warned_of_read and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
-            self._warned_of_read = True
-            warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=6)  # at the user's backward()
 
     # -------------------------------------------------------------------------------- backward
 
@@ -339,6 +335,7 @@ class Engine(TrainingStep):
                 self.optimizer_stepped()
         if self.weights.loaded and not self.paused:  # by a part of the model
             self.state_loaded(has_entries=self.loading[0])
+        self.weights.adopt_touched(self.base_digests)
         if not self.entries.catch_up(by_value=by_value):
             if self.selected:
                 self._mask_dropped()

@@ -244,7 +244,7 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in of_base if p.is_floating_point()}),
         "architecture": type(model).__name__,
-        "model_config": _head_config(model_config) if engine.dense_names else {},
+        "model_config": _head_config(model_config) if engine.dense_names or engine.new_names else {},
         "strategy": engine.strategy.to_dict(),
         "budget": budget,
         "schedule": asdict(engine.policy.schedule),

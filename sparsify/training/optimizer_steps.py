@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -71,6 +72,10 @@ UNCOUNTED = (
     "the flat delta was moved three times after a backward pass, and no step of torch.optim was seen: an optimizer of "
     "another kind trains it, as DeepSpeed's. Call optimizer_stepped(model) after each of its steps: without it, only "
     "the entries of the first step are trained. SparsifyCallback does it under the Trainer."
+)
+NOT_SYNCED = (
+    "sync_ref_model=True would mix parameters that do not correspond: pass callbacks=[SparsifyCallback()], with which "
+    "the reference is the base and follows the model."
 )
 _MOVES = 3  # without a counted step; SAM makes one or two
 FROZEN = (
@@ -162,6 +167,14 @@ def note_counted(step: TrainingStep) -> None:
         each.counted.add(step)
 
 
+def _check_reference() -> None:
+    """Raises where a trainer of TRL's steps that is to mix the model into a second one, its reference."""
+    for trainer in (frame.f_locals.get("self") for frame, _ in walk_stack(None)):
+        synced = getattr(getattr(trainer, "args", None), "sync_ref_model", False) is True
+        if synced and type(trainer.ref_model).__name__ not in ("NoneType", "BaseReference"):
+            raise SparsifyError(NOT_SYNCED)
+
+
 def warn_of_unreached(step: TrainingStep) -> None:
     """Warns in the first step of tensors that got no gradient."""
     if step.reached is None:
@@ -193,6 +206,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         values = step.entries.values
         if id(values) in held:
             trains = True
+            if step.reached is not None:  # until the first step
+                _check_reference()
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
             if getattr(step, "was_sorted", False) and optimizer.state.get(values):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.insert import Adapter
-from sparsify.common.names import ENGINE, SETTINGS, base_name, input_table, plain_model, plain_name
+from sparsify.common.names import ENGINE, SETTINGS, base_name, plain_model, plain_name
 from sparsify.common.quantized import is_quantized
 from sparsify.common.shards import check_parallel
 from sparsify.core.entries import VALUES
@@ -87,6 +87,8 @@ def check_model(model: Any) -> None:
         raise SparsifyError(f"the model's own `{taken[0]}` is in the way; rename it, or sparsify the module within.")
     check_parallel(model)
     for name, parameter in model.named_parameters():
+        if parameter.is_inference() or torch.is_inference_mode_enabled():
+            raise SparsifyError(f"`{name}` cannot train: load the model and call sparsify() outside of inference mode.")
         if hasattr(parameter, "ds_id"):
             raise SparsifyError(f"`{name}` is partitioned by DeepSpeed ZeRO stage 3; use stage 1 or 2, or FSDP2.")
 
@@ -138,16 +140,15 @@ def _added_by_peft(module: nn.Module) -> list[Any]:
 
 
 def find_resized(model: nn.Module) -> list[str]:
-    """Finds parameters and buffers with another number of tokens than in the model's checkpoint, as PEFT does."""
+    """Finds parameters and buffers with another number of tokens, or labels, than in the model's checkpoint."""
     found = list[str]()
     for prefix, module in model.named_modules():
-        table = input_table(module) if hasattr(module, "get_input_embeddings") else None
-        if table is None or (checkpoint := _checkpoint(module)) is None:
+        if (checkpoint := _checkpoint(module)) is None:
             continue
         for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
             own = base_name(name.removeprefix(f"{prefix}."))
             with suppress(SparsifyError):  # it is not in the checkpoint, or converted
-                if len(table) in tensor.shape and is_resized(tensor.shape, checkpoint.layout(own).shape):
+                if not is_quantized(tensor) and is_resized(tensor.shape, checkpoint.layout(own).shape):
                     found.append(name)
         break  # what is within it was loaded with it
     return found

@@ -67,6 +67,9 @@ def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor
     quantizer = getattr(model, QUANTIZER, None)
     if weights and quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
+    elif hasattr(config := getattr(quantizer, "quantization_config", None), "llm_int8_skip_modules"):
+        names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        config.llm_int8_skip_modules = sorted({*(config.llm_int8_skip_modules or ()), *names})  # of what is saved now
 
 
 def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options: Any) -> None:

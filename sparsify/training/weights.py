@@ -93,9 +93,10 @@ class EffectiveWeights:
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
         self._version = self.writes = 0  # of the flat delta then, and how often they were written
-        self._addresses: list[int] | None = None  # of the weights, where they were written by these
+        self._by_address = False  # whether they were written by their addresses
         # tensors whose weights state dicts of the model, or of a part, have replaced, with the last place to load them
         self.loaded: dict[ModelTensor, tuple[nn.Module, str]] = {}
+        self._marks: list[tuple[int, int]] = []  # of the weights then: what else writes to them changes these
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}  # a copy writes them before they are used
@@ -121,24 +122,28 @@ class EffectiveWeights:
                 raise SparsifyError(REPLACED.format(name=tensor.name))
         self.reshard()
         self._written = None  # an interrupted write is repeated
-        self._addresses = None
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
-            if not but and not traced and runs_ahead(values.device) and _can_scatter(tensors):
+            self._by_address = not but and not traced and runs_ahead(values.device) and _can_scatter(tensors)
+            if self._by_address:
                 self._scatter(seen=True)
-                self._addresses = self._addresses_now()
             else:
                 parts = self._entries.effective().split(self._entries.counts)
                 for tensor, own in zip(tensors, parts, strict=True):
                     if own.numel() and tensor not in but:
                         tensor.write(own)
         self.are_sums = not but
+        self._marks = [] if traced else self._marks_now()
         self._written, self._written_dtype = values.clone(), tensors[0].dtype
         self._version, self.writes = values._version, self.writes + 1
 
     def set_frozen(self, tensor: ModelTensor, is_frozen: bool) -> None:
         """Has the entries of a tensor train no longer, or again; who freezes all prepares the model to train others."""
+        values = self._entries.values
         frozen = (self.step.frozen | {tensor}) if is_frozen else (self.step.frozen - {tensor})
-        self.step.frozen = frozen if len(frozen) < len(self._tensors) else frozenset()
+        if not (values.requires_grad or is_frozen):  # all were frozen
+            frozen = set(self._tensors) - {tensor}
+            values.requires_grad_(True)
+        self.step.frozen = frozen if values.requires_grad or len(frozen) < len(self._tensors) else frozenset()
         own: Any
         for own in {tensor, *frozen}:
             own.is_frozen = own in self.step.frozen
@@ -155,7 +160,7 @@ class EffectiveWeights:
         """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
         if self.step.paused:
             return
-        if self._addresses is not None and self._may_write_again():
+        if self._by_address and self._may_write_again():
             self._scatter(seen=False)
         elif not self.are_in_step:
             self.write()
@@ -173,10 +178,15 @@ class EffectiveWeights:
         written, values = self._written, self._entries.values.detach()
         kind = values.device, values.dtype, values._version
         is_same = written is not None and (written.device, written.dtype, self._version) == kind
-        return is_same and self._addresses == self._addresses_now()
+        return is_same and self._marks == self._marks_now()
 
-    def _addresses_now(self) -> list[int]:
-        return [tensor.parameter.data_ptr() for tensor in self._tensors]
+    def _marks_now(self) -> list[tuple[int, int]]:
+        """The version and address of each weight, one of which changes with every write, but for those by ``.data``."""
+        if is_fully_sharded(self._entries.root):
+            return []
+        with torch._C.DisableTorchFunctionSubclass():  # which would take longer
+            weights = [None if tensor.is_quantized else tensor.parameter for tensor in self._tensors]
+            return [(0, 0) if weight is None else (weight._version, weight.data_ptr()) for weight in weights]
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
@@ -220,13 +230,16 @@ class EffectiveWeights:
     def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
         """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""
         base, values, others = self._entries.base, self._entries.values.detach(), []
+        effective = self._entries.effective()
         for tensor in plain:
-            own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
+            own, slots, now = tensor.take(tensor.indices), tensor.slots.to(values.device), effective[tensor.number]
+            kept = (own == now.to(own)).to(values.device)  # which would be rounded as the weight is
             if self.has_other_base(tensor, digests):
-                base[slots] = own.to(base)
+                base[slots], kept = own.to(base), torch.zeros_like(kept)
                 digests[tensor.name] = tensor.dtype, fingerprint(tensor.weight)
                 others += [tensor.name] if tensor.count else []
-            values[slots] = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+            moved = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
+            values[slots] = values[slots].where(kept, moved)
         if plain and not self._entries.count:
             loaded = "weights were loaded without entries into a sparsified model that has nothing unmasked"
             remedy = "To go on with a run, load its whole state_dict(), which SparsifyCallback has Trainers save."
@@ -237,6 +250,18 @@ class EffectiveWeights:
             warnings.warn(f"{loaded}: {now}. Load pretrained weights before sparsify().", stacklevel=5)
         self.write(but=plain)
         self._entries.remember()
+
+    def adopt_touched(self, digests: Digests) -> None:
+        """Takes what was written into weights in place, unless the flat delta was written to, too, as averages do."""
+        marks = [] if torch.compiler.is_dynamo_compiling() else self._marks_now()
+        if marks and self._marks and marks != self._marks and not self.step.paused and self.are_in_step:
+            effective, changed = self._entries.effective(), set()
+            for tensor, before, now, own in zip(self._tensors, self._marks, marks, effective, strict=True):
+                if before != now and tensor.shape_now == tensor.shape:
+                    is_moved = not torch.equal(read := tensor.take(tensor.indices), own.to(read))
+                    changed |= {tensor} if is_moved or self.has_other_base(tensor, digests) else set()
+            self._marks = marks
+            self.adopt(changed, digests) if changed else None
 
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""

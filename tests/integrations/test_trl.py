@@ -171,6 +171,8 @@ def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_ke
         kind = partial(trl.DPOTrainer, **options)
         with pytest.raises(SparsifyError, match=f"{match}.*sync_ref_model=True would mix"):
             dpo(model, tmp_path, kind=kind, **SYNCED).train()
+    with pytest.raises(SparsifyError, match=r"do not correspond: pass callbacks=\[SparsifyCallback\(\)\]"):
+        dpo(sparsify(load(base), BUDGET, steps=STEPS), tmp_path, callbacks=[], **SYNCED).train()
     trainer = dpo(sparsify(load(base), BUDGET), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1)
     trainer.train()
     assert trainer.ref_model is given

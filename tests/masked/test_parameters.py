@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import desparsify, sparsify
+from sparsify import desparsify, sparsify, summary
 from sparsify.errors import SparsifyError
 
 DIM = 4
@@ -94,6 +94,112 @@ def test_a_weight_has_plain_torchs_gradient_wherever_it_is_read(name, compiled):
         expected = plain.get_parameter(tensor).grad
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected)
     assert all(parameter is parameters[name] for name, parameter in masked.named_parameters())
+
+
+class Product(torch.autograd.Function):
+    """As a fused kernel: of a weight that is given to it, autograd shows no operation."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ hidden
+
+
+def tied_head(weight_of):
+    return lambda m, ids: Product.apply(m.hidden(ids), weight_of(m.table.weight)).square().sum()
+
+
+UNFOLLOWED = {
+    r"`table\.weight` was given to a torch\.autograd\.Function.*view_as": tied_head(lambda weight: weight),
+    "given to torch.vmap outside of": lambda m, ids: torch.vmap(torch.sum)(m.table.weight).sum(),
+    r"in a transform of torch\.func.*functional_call": lambda m, ids: torch.vmap(m)(ids[:, None]).sum(),
+    r"`scale` has no gradient.*model\.sparse_values": lambda m, ids: torch.autograd.grad(m(ids), [m.scale]),
+    "hooks work on `model.sparse_values`": lambda m, ids: m.scale.register_hook(print),
+}
+
+
+@pytest.mark.parametrize("match", UNFOLLOWED)
+def test_a_use_whose_gradient_would_be_lost_is_refused_by_name(match):
+    with pytest.raises(SparsifyError, match=match):
+        UNFOLLOWED[match](sparsify(Model(), 10, steps=2), torch.arange(6))
+
+
+@pytest.mark.filterwarnings("ignore:.*was read outside")
+def test_the_ways_that_such_an_error_names_are_right():
+    plain, ids = Model().double(), torch.arange(6)
+    masked = sparsify_fully(copy.deepcopy(plain))
+    for model in (plain, masked):
+        tied_head(lambda weight: weight.view_as(weight))(model, ids).backward()
+    torch.testing.assert_close(model_gradients(masked)["table.weight"], plain.table.weight.grad)
+    with torch.no_grad():
+        tied_head(lambda weight: weight)(masked, ids)
+    tied_head(lambda weight: weight.detach())(masked, ids)
+    values, jacobians = {name: p.detach() for name, p in plain.named_parameters()}, []
+    for model in (plain, masked):
+        model.rule = IN_FORWARD["norm"]
+        call = lambda scale: functional_call(model, values | {"scale": scale}, (ids,))  # noqa: B023, E731
+        jacobians.append(torch.func.jacrev(call)(values["scale"]))
+    torch.testing.assert_close(*jacobians)
+
+
+@torch.no_grad()
+def reset(model):
+    model.layer.weight[1].mul_(3)
+
+
+WRITES = {
+    "a row": reset,
+    "reset_parameters": lambda m: m.layer.reset_parameters(),
+    "torch.nn.init": lambda m: nn.init.constant_(m.table.weight, 0.25),
+    "data": lambda m: setattr(m.norm.weight, "data", torch.full((DIM,), 0.5, dtype=torch.float64)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:other pretrained weights")
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_what_is_written_into_a_weight_in_place_is_trained_on(write, share):
+    """Where frozen entries change, too, it is the base from then on."""
+    plain, ids = Model(lambda m, h: h * m.scale).double(), torch.arange(6)
+    masked = sparsify_fully(copy.deepcopy(plain)) if share == 1 else sparsify(copy.deepcopy(plain), share, "random")
+    for model in (plain, masked):
+        for _ in range(2):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            for parameter, grad in zip(trained, torch.autograd.grad(model(ids), trained), strict=True):
+                parameter.grad = grad
+            torch.optim.SGD(trained, lr=0.01).step()
+            torch.manual_seed(1)
+            write(model)
+    written = {name: masked.get_parameter(name).detach().clone() for name, _ in plain.named_parameters()}
+    descend(masked, [ids], lr=0.0)
+    for name, before in written.items():
+        torch.testing.assert_close(masked.get_parameter(name).detach(), before)
+        torch.testing.assert_close(before, plain.get_parameter(name).detach()) if share == 1 else None
+    assert summary(masked, verify=True).verification.ok
+
+
+def test_a_weight_in_a_short_type_that_is_written_as_it_is_loses_nothing():
+    model = sparsify(Model().bfloat16(), 40, "random")
+    descend(model, [torch.arange(6)] * 3)
+    values = model.sparse_values.detach().clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.clone())
+    model(torch.arange(6))
+    assert model.sparse_values.equal(values)
+
+
+def test_a_weight_that_is_tied_to_another_one_afterwards_is_refused_by_name():
+    model = sparsify(nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)]), 10, "random")
+    weight = model[1].weight
+    with pytest.raises(SparsifyError, match=r"`1\.weight` was tied to `0\.weight` after sparsify\(\)"):
+        model[1].weight = model[0].weight
+    assert model[1].weight is weight
 
 
 def test_a_weight_that_is_read_outside_of_the_forward_is_named_once():

@@ -94,6 +94,15 @@ def test_a_dequantized_model_is_an_ordinary_one_for_transformers(scheme, folder,
     assert not any(is_quantized(parameter) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+def test_a_model_that_is_dequantized_in_part_is_loaded_as_it_was_saved(scheme, folder, tmp_path):
+    model = sparsify(load(folder, scheme).train(), 60, steps=STEPS, target_modules=["q_proj"])
+    desparsify(train(model, build("llama")[1][:STEPS]), dequantize=True).save_pretrained(tmp_path)
+    layers = [each.model.layers[0].self_attn for each in (model, load(tmp_path))]
+    assert torch.equal(*(layer.q_proj.weight for layer in layers))
+    assert all(type(layer.q_proj) is torch.nn.Linear is not type(layer.k_proj) for layer in layers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_saved_is_the_packed_base_and_a_delta_that_load_model_puts_together(scheme, dtype, folder, tmp_path):
