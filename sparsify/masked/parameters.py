@@ -99,12 +99,12 @@ def _check_followed(func: Callable[..., Any], arguments: Any, frame: FrameType) 
         problem = NO_GRADIENT
     elif func is Tensor.dim and frame.f_globals.get("__name__") == "torch._functorch.vmap":
         problem = LOST.format("torch.vmap")
-    elif torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or not _is_in_function(frame):
+    elif torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return
     else:
-        problem = LOST.format("a torch.autograd.Function")
+        problem = LOST.format("a torch.autograd.Function") if _is_in_function(frame) else ""
     found = [own.masked_tensor for own in tree_leaves(arguments) if isinstance(own, MaskedParameter)]
-    for tensor in [each for each in found if each is not None]:
+    for tensor in [each for each in found if problem and each is not None]:
         step = tensor.collector
         if problem is NO_GRADIENT or not (step.in_forward or step.paused or tensor in step.frozen):
             raise SparsifyError(f"`{tensor.name}` {problem}")
@@ -114,7 +114,7 @@ def _is_in_function(frame: Any) -> bool:
     """Whether a frame is within the forward of a user's ``autograd.Function`` that backward will reach."""
     while frame.f_back and frame.f_back.f_code is not _APPLY:
         frame = frame.f_back
-    if not frame.f_back or frame.f_globals["__name__"].startswith("torch."):  # as of a compiled graph
+    if not frame.f_back or frame.f_globals.get("__name__", "").startswith("torch."):  # as of a compiled graph
         return False
     inputs = [each for each in tree_leaves([*frame.f_locals.values()]) if isinstance(each, Tensor)]
     return any(type(each) is not MaskedParameter and each.requires_grad for each in inputs)
@@ -149,7 +149,8 @@ class FollowedParameters(ReadParameters):
     """A module's parameters by name; the masked ones have the class that follows them."""
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:
-        tensor, other = self.__dict__.get("tensors", {}).get(attribute), getattr(parameter, "masked_tensor", None)
+        tensor: Any = self.__dict__.get("tensors", {}).get(attribute)
+        other: Any = getattr(parameter, "masked_tensor", None)
         is_other = other not in (None, tensor)
         if tensor is not None and (is_other or is_quantized(parameter) > tensor.is_quantized):
             problem = f"was {f'tied to `{other.name}`' if is_other else 'quantized'} after sparsify()"

@@ -171,7 +171,7 @@ def _check_reference() -> None:
     """Raises where a trainer of TRL's steps that is to mix the model into a second one, its reference."""
     for trainer in (frame.f_locals.get("self") for frame, _ in walk_stack(None)):
         synced = getattr(getattr(trainer, "args", None), "sync_ref_model", False) is True
-        if synced and type(trainer.ref_model).__name__ not in ("NoneType", "BaseReference"):
+        if synced and type(getattr(trainer, "ref_model", None)).__name__ not in ("NoneType", "BaseReference"):
             raise SparsifyError(NOT_SYNCED)
 
 
@@ -206,6 +206,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         values = step.entries.values
         if id(values) in held:
             trains = True
+            if hasattr(step, "source"):
+                step.weights.adopt_touched(step.base_digests)  # type: ignore[attr-defined]  # an Engine
             if step.reached is not None:  # until the first step
                 _check_reference()
             if not values.requires_grad and all(each.grad is None for each in parameters):

@@ -64,12 +64,13 @@ def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor
             module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
             for state in ("quant_state", "state"):  # bitsandbytes keeps scales there
                 module.__dict__.pop(state, None)
-    quantizer = getattr(model, QUANTIZER, None)
-    if weights and quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
+    quantizer: Any = getattr(model, QUANTIZER, None) if weights else None
+    if quantizer is not None and not any(is_quantized(parameter) for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)  # transformers' own, as after its dequantize()
-    elif hasattr(config := getattr(quantizer, "quantization_config", None), "llm_int8_skip_modules"):
-        names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-        config.llm_int8_skip_modules = sorted({*(config.llm_int8_skip_modules or ()), *names})  # of what is saved now
+    config: Any = getattr(quantizer, "quantization_config", None)
+    if hasattr(config, "llm_int8_skip_modules") and getattr(model, "is_quantized", False):  # bitsandbytes'
+        plain = {name for name, module in model.named_modules() if type(module) is nn.Linear}  # as it is to be loaded
+        config.llm_int8_skip_modules = sorted(plain | {*(config.llm_int8_skip_modules or ())})
 
 
 def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options: Any) -> None:

@@ -185,8 +185,10 @@ class EffectiveWeights:
         if is_fully_sharded(self._entries.root):
             return []
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer
-            weights = [None if tensor.is_quantized else tensor.parameter for tensor in self._tensors]
-            return [(0, 0) if weight is None else (weight._version, weight.data_ptr()) for weight in weights]
+            return [
+                (0, 0) if own.is_quantized or own.is_parallel else (own.parameter._version, own.parameter.data_ptr())
+                for own in self._tensors
+            ]
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
@@ -232,8 +234,8 @@ class EffectiveWeights:
         base, values, others = self._entries.base, self._entries.values.detach(), []
         effective = self._entries.effective()
         for tensor in plain:
-            own, slots, now = tensor.take(tensor.indices), tensor.slots.to(values.device), effective[tensor.number]
-            kept = (own == now.to(own)).to(values.device)  # which would be rounded as the weight is
+            own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
+            kept = (own == effective[tensor.number].to(own)).to(values.device)  # it would be rounded as the weight is
             if self.has_other_base(tensor, digests):
                 base[slots], kept = own.to(base), torch.zeros_like(kept)
                 digests[tensor.name] = tensor.dtype, fingerprint(tensor.weight)
