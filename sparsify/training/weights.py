@@ -143,7 +143,7 @@ class EffectiveWeights:
         if not (values.requires_grad or is_frozen):  # all were frozen
             frozen = set(self._tensors) - {tensor}
             values.requires_grad_(True)
-        self.step.frozen = frozen if values.requires_grad or len(frozen) < len(self._tensors) else frozenset()
+        self.step.frozen = frozen if len(frozen) < len(self._tensors) else frozenset()
         own: Any
         for own in {tensor, *frozen}:
             own.is_frozen = own in self.step.frozen
