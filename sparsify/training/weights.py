@@ -232,7 +232,7 @@ class EffectiveWeights:
     def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
         """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""
         base, values, others = self._entries.base, self._entries.values.detach(), []
-        effective = self._entries.effective()
+        effective = self._entries.effective().split(self._entries.counts)
         for tensor in plain:
             own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
             kept = (own == effective[tensor.number].to(own)).to(values.device)  # it would be rounded as the weight is
@@ -257,7 +257,7 @@ class EffectiveWeights:
         """Takes what was written into weights in place, unless the flat delta was written to, too, as averages do."""
         marks = [] if torch.compiler.is_dynamo_compiling() else self._marks_now()
         if marks and self._marks and marks != self._marks and not self.step.paused and self.are_in_step:
-            effective, changed = self._entries.effective(), set()
+            effective, changed = self._entries.effective().split(self._entries.counts), set()
             for tensor, before, now, own in zip(self._tensors, self._marks, marks, effective, strict=True):
                 if before != now and tensor.shape_now == tensor.shape:
                     is_moved = not torch.equal(read := tensor.take(tensor.indices), own.to(read))
