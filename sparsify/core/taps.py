@@ -4,7 +4,6 @@ A tap is the identity; its node receives the whole gradient of one parameter, or
 hands it to ``collect``. In the model's forward each read of ``module.weight`` makes one, or is a part of a shared one.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        tensors: Sequence[MaskedTensor] = ctx.use.tensors
-        parts = [grad] if len(tensors) == 1 else grad.split([tensor.numel for tensor in tensors])
-        grads = dict(zip(tensors, parts, strict=True))
+        parts = [grad] if len(ctx.use.tensors) == 1 else grad.split([tensor.numel for tensor in ctx.use.tensors])
+        grads = dict(zip(ctx.use.tensors, parts, strict=True))
         ctx.use.collect([(tensor, tensor.gradient(grads[tensor])) for tensor in ctx.use.begin()])
         return None, None, None
 
@@ -42,7 +40,7 @@ def tap(parameter: Any, tensor: MaskedTensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
             read = parameter.detach()
         read = read if use is None else Tap.apply(read, use, use.root)
-    read._is_param, read.tap_of = True, tensor  # to isinstance(), as get_parameter() asks
+    read._is_param = True  # to isinstance(), as get_parameter() asks
     return read
 
 
@@ -76,8 +74,8 @@ class ReadParameters(dict[str, Any]):
         return tap(parameter, tensor) if is_use else parameter
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:
-        if hasattr(parameter, "tap_of"):
-            parameter = parameter.tap_of.parameter  # functional_call() puts back what it has read
+        if isinstance(getattr(getattr(parameter, "grad_fn", None), "use", None), Use) or hasattr(parameter, "is_tap"):
+            parameter = self.tensors[attribute].parameter  # functional_call() puts back what it has read
         super().__setitem__(attribute, parameter)
         is_masked = attribute in self.__dict__.get("tensors", ())  # there are none while it is unpickled
         if is_masked and isinstance(parameter, nn.Parameter) and not parameter.requires_grad:

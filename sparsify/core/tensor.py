@@ -12,7 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class Use:
 
     def __init__(self, tensors: Sequence[MaskedTensor], root: Tensor, recomputed: bool = False) -> None:
         self.tensors, self.root, self._recomputed, self._number = tensors, root, recomputed, next(_NUMBERS)
+        self.unread: Collection[MaskedTensor] = ()  # those of a shared node that the forward pass has not come to
         self._around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
         for tensor in () if recomputed else tensors:
             tensor.waiting.add(self._number)
@@ -57,7 +58,8 @@ class Use:
             raise SparsifyError(REENTRANT.format(name=self.tensors[0].name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
             self.__del__()
-        return self.tensors[0].collector.begin(self.tensors, self.root, self._around)
+        read = [tensor for tensor in self.tensors if tensor not in self.unread] if self.unread else self.tensors
+        return self.tensors[0].collector.begin(read, self.root, self._around)
 
     def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
         """Hands the gradients of wanted tensors over."""

@@ -112,8 +112,8 @@ class SmallGradients:
     def entries(self, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, gradients and global ids (n,) of all entries, those in the excluded places without a gradient."""
         tensors: list[Any] = [*self.values]
-        weight = _flat([own.weight if own.is_parallel or own.is_quantized else own.parameter for own in tensors])
-        grad = self.joined
+        whole = (own.weight if is_shard(own.parameter) or own.is_quantized else own.parameter for own in tensors)
+        grad, weight = self.joined, _flat([*whole])
         grad.index_fill_(0, excluded, 0)  # and so never offered
         more = [tensor.offset - start for tensor, start in zip(tensors, self._starts, strict=True)]
         ids = torch.arange(grad.numel(), device=grad.device)

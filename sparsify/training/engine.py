@@ -194,8 +194,8 @@ class Engine(TrainingStep):
         check_not_exported()
         return super().root_anchor()
 
-    def shared_tap(self, tensor: MaskedTensor) -> Tensor | None:
-        return self._forwards.tap(tensor)
+    def shared_tap(self, tensor: Any) -> Tensor | None:
+        return None if tensor.dormant else self._forwards.tap(tensor)
 
     # -------------------------------------------------------------------------------- backward
 

@@ -26,21 +26,26 @@ class Forward:
     def __init__(self, step: Any) -> None:
         self._step = step
         self.around = torch._C._current_graph_task_id()  # the backward pass inside which it runs, as in a cached loss
+        self.unread: set[MaskedTensor] = set()  # those that have a tap which nothing has asked for
 
     @cached_property
-    def taps(self) -> dict[MaskedTensor, Tensor]:
+    def taps(self) -> dict[MaskedTensor, Any]:
         """Those of all small vectors, a node for each device and dtype; under FSDP2, each has its own in its block."""
         kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
-        found: dict[MaskedTensor, Tensor] = {}
+        found: dict[MaskedTensor, Any] = {}
         with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
             for tensor in () if self._step.was_sharded else self._step.vectors:
                 kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
             for tensors in kinds.values():
                 if (use := self._step.use(tensors)) is not None:
+                    use.unread = self.unread
+                    self.unread.update(use.tensors)
                     with torch.no_grad():
                         values = torch.cat([tensor.parameter for tensor in use.tensors])
                     taps = Tap.apply(values, use, use.root).split([tensor.numel for tensor in use.tensors])
                     found |= zip(use.tensors, taps, strict=True)
+        for tap in found.values():
+            tap.is_tap = True  # for core/taps.py
         return found
 
 
@@ -56,7 +61,10 @@ class Forwards(threading.local):
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if forward is None or checkpointed or not torch.is_grad_enabled():
             return None
-        return forward.taps.get(tensor) if torch._C._current_graph_task_id() == forward.around else None
+        found = forward.taps.get(tensor) if torch._C._current_graph_task_id() == forward.around else None
+        if found is not None:
+            forward.unread.discard(tensor)
+        return found
 
 
 def vectors(tensors: Iterable[ModelTensor]) -> list[MaskedTensor]:
