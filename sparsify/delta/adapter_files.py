@@ -6,8 +6,6 @@
 Nothing here needs PEFT. What loads these files does, and ``import sparsify``, without which PEFT knows no such type.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -65,7 +63,6 @@ def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> b
         "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
     }
     if is_known := settings["base_model_name_or_path"] is not None:
-        weights = safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"})
-        delta_format.replace_file(file, weights)
+        delta_format.replace_file(file, safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"}))
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())
     return is_known

@@ -28,20 +28,11 @@ from torch import Tensor, nn
 
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.core.devices import put
+from sparsify.delta import patch_plan
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, one_of, require
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import (
-    Applicable,
-    PatchPlan,
-    check_fits,
-    check_not_drawn,
-    find_targets,
-    new_values,
-    plan_entries,
-    take,
-    warn_of_casts,
-)
+from sparsify.delta.patch_plan import Applicable, PatchPlan, check_not_drawn, new_values, plan_entries
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -94,8 +85,7 @@ class Summable(Applicable):
     def __truediv__(self, divisor: object) -> DeltaSum:
         if isinstance(divisor, Summable):
             return NotImplemented
-        number = finite(divisor, "divided")
-        if number == 0:
+        if (number := finite(divisor, "divided")) == 0:
             raise SparsifyError("a delta cannot be divided by 0.")
         return self * (1 / number)
 
@@ -153,15 +143,15 @@ class DeltaSum(Summable):
             target = bases[name]
             own = [(factor, delta.tensors[name]) for factor, delta in self.terms if name in delta.tensors]
             for _, part in own:
-                check_fits(name, part, target.shape, target.dtype)
+                patch_plan.check_fits(name, part, target.shape, target.dtype)
                 dtypes.append((name, part.dtype, target.dtype))
             indices = torch.cat([part.indices for _, part in own]).unique()
             parts = [(factor, part, torch.searchsorted(indices, part.indices)) for factor, part in own]
-            old = take(target, indices)
+            old = patch_plan.take(target, indices)
             total, new = self._change(name, parts, old, target)
             if (kept := _kept(name, indices, old, new if kind == "replace" else total, target, kind)) is not None:
                 tensors[name] = kept
-        warn_of_casts(dtypes, "the base", stacklevel=3)
+        patch_plan.warn_of_casts(dtypes, "the base", stacklevel=3)
         return type(self.terms[0][1])(tensors, dense, self._config())
 
     def plan(self, model: nn.Module) -> tuple[PatchPlan, NamedTensors]:
@@ -261,7 +251,7 @@ class DeltaSequence(DeltaSum):
 
 
 def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
-    return find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
+    return patch_plan.find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
 
 
 def finite(number: Any, verb: str) -> float:

@@ -68,8 +68,7 @@ def _largest(changes: dict[str, tuple[Tensor, Tensor]], budget: int) -> dict[str
         kept = sizes > least
         ties = (sizes == least).nonzero().reshape(-1)
         kept[ties[: budget - int(kept.sum())]] = True
-    masks = kept.split([own.numel() for _, own in changes.values()])
-    masked = zip(changes.items(), masks, strict=True)
+    masked = zip(changes.items(), kept.split([own.numel() for _, own in changes.values()]), strict=True)
     return {name: (indices[mask], own[mask]) for (name, (indices, own)), mask in masked if bool(mask.any())}
 
 

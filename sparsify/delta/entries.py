@@ -4,8 +4,6 @@ It also specifies, to the bit, the initial values of which a file holds a recipe
 generator's raw bits by integer arithmetic and correctly rounded products alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -56,7 +54,7 @@ class TensorDelta:
     dtype: torch.dtype
     kind: str
     base_sha256: str
-    initializer: InitializerRecipe | None = None
+    initializer: "InitializerRecipe | None" = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:
@@ -83,15 +81,14 @@ class TensorDelta:
             ends = f"from {int(indices[0])} to {int(indices[-1])}, in a tensor of {math.prod(self.shape)} entries"
             raise SparsifyError(f"indices are out of range: they go {ends}")
         if bad := int((~values.isfinite()).sum()):
-            remedy = "take a delta from before the training diverged."
-            raise SparsifyError(f"{bad} of {self.count} values are not finite: {remedy}")
+            raise SparsifyError(f"{bad} of {self.count} values are not finite: take a delta from before it diverged.")
 
     @property
     def count(self) -> int:
         """Number of entries."""
         return self.indices.numel()
 
-    def equals(self, other: TensorDelta) -> bool:
+    def equals(self, other: "TensorDelta") -> bool:
         """Whether the entries are equal in every bit, and of the same base."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(same_values(own, part) if isinstance(own, Tensor) else own == part for own, part in pairs)
@@ -116,8 +113,7 @@ def encode_indices(indices: Tensor) -> Tensor:
         >>> encode_indices(torch.tensor([2, 3, 70_000])).tolist()
         [2, 0, 65535, 4461]
     """
-    previous = torch.cat([indices.new_tensor([-1]), indices[:-1]])
-    gaps = indices - previous - 1
+    gaps = indices.diff(prepend=indices.new_tensor([-1])) - 1
     escapes = gaps.div(ESCAPE, rounding_mode="floor")
     stream_length = indices.numel() + int(escapes.sum())
     wide = torch.uint32 if int(indices[-1:].sum()) < 2**32 else torch.uint64  # [-1:]: there may be no entry
@@ -188,8 +184,8 @@ class InitializerRecipe:
         require(self.distribution in DISTRIBUTIONS, "distribution is", self.distribution, one_of(DISTRIBUTIONS))
         is_number = type(self.scale) in (int, float) and abs(self.scale) <= sys.float_info.max  # nor is NaN
         require(is_number, "scale is", self.scale, "a finite number")
-        is_seed = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
-        require(is_seed, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
+        fits = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
+        require(fits, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the initial values of the tensor with this name, on the CPU."""

@@ -25,19 +25,8 @@ from torch import Tensor
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names
-from sparsify.delta.entries import (
-    DTYPES,
-    DeltaParts,
-    InitializerRecipe,
-    NamedTensors,
-    StrPath,
-    TensorDelta,
-    TensorDeltas,
-    decode_indices,
-    encode_indices,
-    one_of,
-    require,
-)
+from sparsify.delta import entries
+from sparsify.delta.entries import DTYPES, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, one_of, require
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
@@ -176,7 +165,7 @@ def to_bytes(
     document[PAYLOAD_KEY] = placeholder = secrets.token_hex(32)
     payload = {f"{name}.whole": tensor for name, tensor in whole.items()} | dict(more or {})
     for name, part in tensors.items():
-        payload |= {f"{name}.indices": encode_indices(part.indices), f"{name}.values": part.values}
+        payload |= {f"{name}.indices": entries.encode_indices(part.indices), f"{name}.values": part.values}
     # Cloned, since safetensors refuses tensors that share memory, as slices of one flat vector do.
     payload = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in payload.items()}
     try:
@@ -311,9 +300,9 @@ def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelt
         require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, one_of(DTYPES))
         require(type(count) is int, "`count` is", count, "an integer")
         if recipe is not None:
-            check_object("`drawn`", recipe, {field.name for field in fields(InitializerRecipe)})
-            recipe = InitializerRecipe(**recipe)
-        indices, values = decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
+            check_object("`drawn`", recipe, {field.name for field in fields(entries.InitializerRecipe)})
+            recipe = entries.InitializerRecipe(**recipe)
+        indices, values = entries.decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
         kind, sha, quantization = record.get("kind", "replace"), record["base_sha256"], record.get("quantization")
         return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, recipe, quantization)
     except SparsifyError as error:

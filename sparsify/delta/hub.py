@@ -151,8 +151,7 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # also the client's transport's, which differ from version to version
-        reason = brief(error) or type(error).__name__
-        other = f"{reason}: check the network and, if it is a matter of rights, {login}"
+        other = f"{brief(error) or type(error).__name__}: check the network and, if it is a matter of rights, {login}"
         text = next((text for kind, text in texts.items() if isinstance(error, kind)), other)
         raise SparsifyError(f"`{repo_id}` of the hub at {constants.ENDPOINT}: {text}.") from error
 

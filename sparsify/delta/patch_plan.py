@@ -3,8 +3,6 @@
 Each :class:`PlannedWrite` keeps the values that it replaces, so that an undo restores every bit.
 """
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +63,7 @@ class PlannedWrite(NamedTuple):
             else:
                 put(target, indices, new)
 
-    def inverse(self) -> PlannedWrite:
+    def inverse(self) -> "PlannedWrite":
         return self._replace(old=self.new, new=self.old)
 
 
@@ -352,7 +350,7 @@ class Applicable(ABC):
             del self._applied[model]
         return model
 
-    def swap(self, model: nn.Module, other: Applicable) -> nn.Module:
+    def swap(self, model: nn.Module, other: "Applicable") -> nn.Module:
         """Reverts this delta, applies another one of the same base, and returns the model.
 
         Raises:

@@ -64,10 +64,9 @@ def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
 
 def _find_method(config: Mapping[str, Any]) -> str:
     """The method of a config, as read from its file; raises where it asks for more than entries in a layer."""
-    name = str(config.get("peft_type")).lower()
-    if name not in METHODS:
+    kind = config.get("peft_type")
+    if (name := str(kind).lower()) not in METHODS:
         others = " and ".join(map(str.upper, METHODS))
-        kind = config.get("peft_type")
         raise SparsifyError(f"its `peft_type` is {kind!r:.100}, and only {others} change entries: {_MERGE}")
     if name == "supertuning" and config.get("r") is not None:
         raise SparsifyError(f"it has a LoRA part (`r` is {config['r']!r:.100}, the Supra hybrid): {_MERGE}")
@@ -120,9 +119,8 @@ def _entries(
         raise BaseMismatchError(f"layer `{layer}` has {found}: give the base that it was trained on.")
     try:
         require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
-        expected = (places,) if is_flat else (2, places)
-        needed = f"{expected} for {places:,} values"
-        require(stored.shape == expected, "indices have shape", tuple(stored.shape), needed)
+        expected, given = (places,) if is_flat else (2, places), tuple(stored.shape)
+        require(given == expected, "indices have shape", given, f"{expected} for {places:,} values")
         indices, owners = _positions(stored, (math.prod(shape),) if is_flat else shape).unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
         differences = values.to(torch.promote_types(base.dtype, torch.float32))

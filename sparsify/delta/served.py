@@ -6,8 +6,6 @@ The loader gets tensors of the meta device: what it copies into the engine's mem
 recorded instead of written. So tensors that are fused, padded or sharded need no table here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -65,7 +63,7 @@ class ServedModel(nn.Module):
                 raise SparsifyError(f"the engine has moved `{name}` to other memory since: start it anew.")
         return found
 
-    def _ask_loader(self, keys: set[str], memory: dict[int, str]) -> dict[str, list[Window]]:
+    def _ask_loader(self, keys: set[str], memory: dict[int, str]) -> "dict[str, list[Window]]":
         shapes = {key: self.checkpoint.stored[key].shape for key in sorted(keys)}
         tensors = {key: torch.empty(shape, dtype=self._dtype, device="meta") for key, shape in shapes.items()}
         survey, loader = _Survey(tensors, memory), self._model[0]
@@ -89,7 +87,7 @@ class Window(NamedTuple):
     start: int  # of the first entry in memory
 
     @classmethod
-    def of(cls, target: Tensor, source: Tensor) -> Window | None:
+    def of(cls, target: Tensor, source: Tensor) -> "Window | None":
         """The window of a copy of ``source`` into ``target``; ``None`` where an entry goes to several places."""
         every = sorted(zip(source.shape, source.stride(), target.stride(), strict=True), key=lambda dim: -dim[1])
         dims, reach = list[tuple[int, int, int]](), 0
@@ -186,9 +184,8 @@ class ServedTensor:
             for part in (part for layout in self._layouts for part in layout.locate(every)):
                 for window in self._windows[part.key]:
                     numbers, positions = window.locate(part.indices)
-                    places.append(
-                        Place(window.memory, positions.to(window.memory.device), part.entries.index_select(0, numbers))
-                    )
+                    positions, entries = positions.to(window.memory.device), part.entries.index_select(0, numbers)
+                    places.append(Place(window.memory, positions, entries))
             self._last = indices, places
         return self._last[1]
 

@@ -94,9 +94,8 @@ class Checkpoint(Mapping[str, Tensor]):
         """The places of a tensor's entries, by its name in the files or at run time; raises where it has none."""
         layer = name.removesuffix(".weight")  # its scales are called so by bitsandbytes, or so by torchao
         if layer != name and {f"{name}.absmax", f"{layer}.SCB", f"{layer}._weight_qdata"} & self.stored.keys():
-            problem = f"tensor `{name}` is quantized in the checkpoint `{self.path}`"
             remedy = "give the one from before that, or put the delta onto the model, load_model(base, delta)."
-            raise BaseMismatchError(f"{problem}: {remedy}")
+            raise BaseMismatchError(f"tensor `{name}` is quantized in the checkpoint `{self.path}`: {remedy}")
         if name in self.stored:
             return Layout.stored(name, self.stored[name].shape)
         if layouts := self.conversion.find(name):
@@ -104,9 +103,9 @@ class Checkpoint(Mapping[str, Tensor]):
         reason = "transformers loads none under that name either"
         if problem := self.conversion.problem:
             reason = f"what its tensors are called in a model is not known, since {problem}"
-        problem = f"the checkpoint `{self.path}` has no tensor `{name}`{near_names(name, self)}, and {reason}"
-        remedy = "Give the base that the delta was trained on, with its `config.json` next to the weights."
-        raise BaseMismatchError(f"{problem}. {remedy}")
+        reason += ". Give the base that the delta was trained on, with its `config.json` next to the weights."
+        near = near_names(name, self)
+        raise BaseMismatchError(f"the checkpoint `{self.path}` has no tensor `{name}`{near}, and {reason}")
 
     def copies(self, name: str, first: Layout) -> list[Layout]:
         """All layouts of a tensor, of which one is ``first``: equal copies of a tied one have to change together."""

@@ -6,6 +6,7 @@ sparse_settings                           has a record of the candidates, of wha
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,10 @@ VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"  # as in core/e
 def is_training_checkpoint(path: StrPath) -> bool:
     """Whether a path is the folder of a checkpoint with entries, and not of a delta."""
     folder = Path(path)
-    if not folder.is_dir() or (folder / FILE_NAME).exists():
-        return False
-    try:
-        return bool(_opened(folder)[2])
-    except SparsifyError:
-        return False
+    if folder.is_dir() and not (folder / FILE_NAME).exists():
+        with suppress(SparsifyError):
+            return bool(_opened(folder)[2])
+    return False
 
 
 def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
@@ -66,15 +65,13 @@ def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str
             old = old.to(DTYPES[dtype.strip()])
             new = (old.to(base.dtype) + change).to(old.dtype) if scheme is None else change
             sort = tuple(shape), old.dtype, "replace" if scheme is None else "add", digest(old)
-            indices = own - (end - math.prod(shape))
-            tensors[plain_name(name)] = TensorDelta(indices, new, *sort, quantization=scheme)
+            tensors[plain_name(name)] = TensorDelta(own - (end - math.prod(shape)), new, *sort, quantization=scheme)
     stored = {name: read(name) for name in (*record["whole"], *record["buffers"]) if name in names}
     if lacking := [name for name in record["whole"] if name not in stored]:
         raise SparsifyError(f"it lacks `{lacking[0]}`, which was trained whole")
-    changed = {name: t for name, t in stored.items() if digest(t) != record["buffers"].get(name)}
+    whole = {plain_name(n): t.clone() for n, t in stored.items() if digest(t) != record["buffers"].get(n)}
     config = {**record["config"], "budget": count, "steps": settings.get("steps"), "steps_done": steps_done}
     config |= {ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}
-    whole = {plain_name(name): tensor.clone() for name, tensor in changed.items()}
     return dict(sorted(tensors.items())), whole, config
 
 
