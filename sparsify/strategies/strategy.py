@@ -1,7 +1,5 @@
 """Strategies, frozen dataclasses of importance x selection that round-trip through JSON, presets and budgets."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import defaultdict
@@ -192,7 +190,7 @@ class Strategy:
         return {"importance": _to_dict(self.importance), "selection": _to_dict(self.selection)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Strategy:
+    def from_dict(cls, data: dict[str, Any]) -> "Strategy":
         """Builds the strategy that :meth:`to_dict` described."""
         if not isinstance(data, dict) or not {"importance", "selection"} <= data.keys():
             raise SparsifyError(f"{data!r} describes no strategy; expected a dict with `importance` and `selection`.")
@@ -314,9 +312,8 @@ def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping
     if budget is None and isinstance(importance, Bias):
         return available
     if isinstance(budget, bool) or not isinstance(budget, Real):
-        expected = f"a number of entries, 1 to {available:,}, or a share of the candidates, a float in (0, 1)"
-        problem = f"{of}budget={budget!r} with {importance}"
-        raise SparsifyError(f"{problem}; expected {expected}. Only bitfit and full need no budget.")
+        expected = f"expected a number of entries, 1 to {available:,}, or a share of the candidates, a float in (0, 1)."
+        raise SparsifyError(f"{of}budget={budget!r} with {importance}; {expected} Only bitfit and full need no budget.")
     if not isinstance(budget, Integral):
         if not 0 < budget < 1 or budget * available < 1:
             least = f"not less than one entry, at least {1 / available:.2g}; an int is a number of entries."

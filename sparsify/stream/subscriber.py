@@ -1,7 +1,5 @@
 """The receiving end of a stream: keeps a plain model at the last version of a model in training."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,18 +11,9 @@ from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_plain
+from sparsify.delta import patch_plan
 from sparsify.delta.entries import TensorDelta
-from sparsify.delta.patch_plan import (
-    PatchPlan,
-    PlannedWrite,
-    find_targets,
-    plan_delta,
-    plan_dense,
-    plan_entries,
-    trained_values,
-    undone,
-    write_plan,
-)
+from sparsify.delta.patch_plan import PatchPlan, PlannedWrite, undone, write_plan
 from sparsify.errors import DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.stream.publisher import DeltaUpdate
 from sparsify.stream.version import Changes, KnownValues, Message, TrainedEntries, read_message
@@ -79,7 +68,7 @@ class DeltaSubscriber:
             if message.changes.known is None:
                 with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
                     new = message.changes
-                    plan, targets = plan_delta(new.tensors, new.whole, self.model)
+                    plan, targets = patch_plan.plan_delta(new.tensors, new.whole, self.model)
                     of = {write.name: write for write in plan}
                     entries = {name: _over(of[name].old, part) for name, part in sorted(new.tensors.items())}
                     held = Held(entries, {name: of[name] for name in new.whole})
@@ -147,16 +136,15 @@ def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPl
         for name, (places, values) in zip(group, _spread(known[dtype], group.values()), strict=True):
             if values.numel():
                 part = group[name] if places is None else group[name].at(places)
-                old = _write(name, part).new
-                steps.append(_write(name, part._replace(values=values))._replace(old=old))
+                steps.append(_write(name, part._replace(values=values))._replace(old=_write(name, part).new))
                 every = values if places is None else group[name].values.index_put((places,), values)
                 entries[name] = group[name]._replace(values=every)
     names = [*changes.tensors, *changes.whole]
     # with all that is held, of which a new tensor must not be an alias
-    targets = find_targets([*entries, *whole, *names], model, {*whole, *changes.whole}) if names else {}
+    targets = patch_plan.find_targets([*entries, *whole, *names], model, {*whole, *changes.whole}) if names else {}
     for name, delta in changes.tensors.items():
         _check(name not in whole, f"it has entries of `{name}`, which is stored whole")
-        steps.append(plan_entries(name, delta, targets[name]))
+        steps.append(patch_plan.plan_entries(name, delta, targets[name]))
         more = _over(steps[-1].old, delta)
         entries[name] = part = entries[name].joined(more) if name in entries else more
         fits = part.entry_type == more.entry_type and bool((part.indices[1:] > part.indices[:-1]).all())
@@ -164,7 +152,7 @@ def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPl
     for name, tensor in changes.whole.items():
         _check(name not in entries, f"it has all of `{name}`, of which entries are trained")
         before = held.whole.get(name)
-        steps.append(plan_dense(name, tensor, targets[name], None if before is None else before.new))
+        steps.append(patch_plan.plan_dense(name, tensor, targets[name], None if before is None else before.new))
         whole[name] = steps[-1] if before is None else steps[-1]._replace(old=before.old)
     sent_again = {dtype for dtype in known if known[dtype].places is None}
     dtypes = {part.values.dtype for part in held.entries.values()}
@@ -179,7 +167,7 @@ def _over(base: Tensor, part: TensorDelta) -> TrainedEntries:
 
 
 def _write(name: str, part: TrainedEntries) -> PlannedWrite:
-    new = trained_values(name, part.kind, part.values, part.base)
+    new = patch_plan.trained_values(name, part.kind, part.values, part.base)
     return PlannedWrite(name, part.shape, part.indices, part.base, new)
 
 
@@ -222,7 +210,7 @@ class ReadWriteLock:
         self._readings: dict[object, threading.Thread] = {}  # in progress, with the threads that began them
         self._door = threading.Lock()  # readers pass through, and a writer holds it
 
-    def __reduce__(self) -> tuple[type[ReadWriteLock], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[ReadWriteLock], tuple[()]]":
         return ReadWriteLock, ()  # a copy's threads are others
 
     def check_not_reading(self) -> None:
