@@ -148,10 +148,9 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
         options = {"ignore_mismatched_sizes": True, **labels, **kwargs}
         model, info = model_class.from_pretrained(name, **options, output_loading_info=True)
     except Exception as error:  # third parties' code for hundreds of models
-        what = f"`{brief(name)}` as {getattr(model_class, '__name__', model_class)}"
-        reason = f"{type(error).__name__}: {brief(error)}"
+        what = f"{getattr(model_class, '__name__', model_class)} ({type(error).__name__}: {brief(error)})"
         remedy = "check base and arguments (the base's id on the hub or its folder), or pass `model_class=...`."
-        raise SparsifyError(f"transformers cannot load the base {what} ({reason}): {remedy}") from error
+        raise SparsifyError(f"transformers cannot load the base `{brief(name)}` as {what}: {remedy}") from error
     finally:
         logger.removeFilter(_is_no_load_report)
     resized, tensors = _resize(model, delta.whole), named_tensors(model)

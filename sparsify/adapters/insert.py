@@ -224,9 +224,8 @@ def find_places(model: nn.Module, config: AdapterConfig) -> list[Place]:
         if isinstance(module, nn.ModuleList):
             unknown = [number for number, layer in enumerate(module) if not _places_of(layer, kind)]
             if 0 < len(unknown) < len(module):
-                example = f"number {unknown[0]}, a {type(module[unknown[0]]).__name__}"
-                some = f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind that adapters are not"
-                raise SparsifyError(f"{some} known for, such as {example}; {_REMEDY}")
+                some = f"{len(unknown)} of the {len(module)} layers in {name!r} are of a kind not known for adapters,"
+                raise SparsifyError(f"{some} as number {unknown[0]}, a {type(module[unknown[0]]).__name__}; {_REMEDY}")
     if not places:
         known = f"has no layer that adapters are known for: those of {KNOWN}"
         raise SparsifyError(f"{type(model).__name__} {known}; {_REMEDY}")

@@ -119,10 +119,9 @@ def find_engine(model: nn.Module) -> Any:
         raise SparsifyError(f"several parts of the model are sparsified, each by itself: {parts}; pass one of them.")
     for engine in engines.values():
         return engine
-    remedy = "pass the model that `sparsify(model, budget, strategy)` returned, before `desparsify`"
-    full = 'Nothing tells which entries are trained in full (strategy "full" leaves the model plain)'
-    diff = "What full fine-tuning changed is `SparseDelta.diff(base, model)`"
-    raise SparsifyError(f"this {type(model).__name__} is not sparsified; {remedy}. {full}. {diff}.")
+    text = f"this {type(model).__name__} is not sparsified; pass the model that `sparsify(model, budget, strategy)` "
+    text += 'returned, before `desparsify`. Nothing tells which entries are trained in full (strategy "full" leaves the'
+    raise SparsifyError(f"{text} model plain). What full fine-tuning changed is `SparseDelta.diff(base, model)`.")
 
 
 def check_plain(model: nn.Module) -> None:

@@ -96,6 +96,7 @@ class TensorDelta:
 
 TensorDeltas: TypeAlias = Mapping[str, TensorDelta]  # changed entries by tensor name
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+Config: TypeAlias = Mapping[str, Any]  # how a delta came about
 DeltaParts: TypeAlias = tuple[dict[str, TensorDelta], dict[str, Tensor], dict[str, Any]]  # dense tensors, config
 StrPath: TypeAlias = str | os.PathLike[str]
 Base: TypeAlias = nn.Module | StrPath  # a model, or the path of a checkpoint

@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names
 from sparsify.delta import entries
-from sparsify.delta.entries import DTYPES, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, one_of, require
+from sparsify.delta.entries import DTYPES, Config, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, require
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
@@ -49,7 +49,7 @@ _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
 
 
-def describe(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
+def describe(tensors: TensorDeltas, whole: NamedTensors, config: Config) -> dict[str, Any]:
     """The metadata object of a delta, still without the payload's hash."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     records = {
@@ -99,7 +99,7 @@ def parse(header: Any) -> dict[str, Any]:
     return dict(document)
 
 
-def check_not_extended(config: Mapping[str, Any], what: str) -> None:
+def check_not_extended(config: Config, what: str) -> None:
     """Raises where a delta is of a model with PEFT's or our adapters, and ``what`` needs the base's own tensors."""
     if extended := [key for key in (PEFT_KEY, ADAPTERS_KEY) if config.get(key)]:
         plain = "merge_and_unload() of it is a plain model" if PEFT_KEY in extended else "save_adapters(model, folder)"
@@ -157,7 +157,7 @@ def _check_tree(value: Any) -> None:
 
 
 def to_bytes(
-    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], more: NamedTensors | None = None
+    tensors: TensorDeltas, whole: NamedTensors, config: Config, more: NamedTensors | None = None
 ) -> tuple[bytearray, dict[str, Any]]:
     """The bytes of a delta file, with ``more`` tensors by key, and its metadata; raises for what no reader takes."""
     check_names(tensors, whole)
@@ -297,7 +297,7 @@ def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelt
         is_shape = is_list and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in shape)
         is_shape = is_shape and math.prod(shape) <= _MAX_NUMEL
         require(is_shape, "`shape` is", shape, f"a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
-        require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, one_of(DTYPES))
+        require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, entries.one_of(DTYPES))
         require(type(count) is int, "`count` is", count, "an integer")
         if recipe is not None:
             check_object("`drawn`", recipe, {field.name for field in fields(entries.InitializerRecipe)})

@@ -6,12 +6,12 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sparsify.delta.entries import NamedTensors, StrPath, TensorDeltas
+from sparsify.delta.entries import Config, NamedTensors, StrPath, TensorDeltas
 from sparsify.delta.format import CONFIG_NAME, FILE_NAME, payload_hash, replace_file, to_bytes
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
@@ -67,7 +67,7 @@ def cached_folder(repo_id: str, revision: str | None) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
-def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any]) -> None:
+def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Config) -> None:
     """Writes a delta and its metadata for people into a folder, or the delta alone where the path is a file's."""
     is_file = path.suffix == ".safetensors" and not path.is_dir()
     if path.is_file() and not is_file:
@@ -86,7 +86,7 @@ def save(path: Path, tensors: TensorDeltas, whole: NamedTensors, config: Mapping
         replace_file(path / CONFIG_NAME, (json.dumps(document, indent=2) + "\n").encode())
 
 
-def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def public_config(config: Config) -> dict[str, Any]:
     """A delta's config without the path of a base on the machine that trained, which is private."""
     base = config.get("base_model_name_or_path")
     hidden = {"base_model_name_or_path": None, "base_model_revision": None}
@@ -94,7 +94,7 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def push(
-    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], repo_id: str,
+    tensors: TensorDeltas, whole: NamedTensors, config: Config, repo_id: str,
     *, private: bool | None, token: str | bool | None, revision: str | None, create_pr: bool, message: str | None,
 ) -> Any:  # fmt: skip
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -103,9 +103,8 @@ def push(
         raise SparsifyError(f"{repo_id!r:.100} is no repository's id: expected one such as 'user/name'.")
     public = public_config(config)
     if config.get("base_model_name_or_path") and not public["base_model_name_or_path"]:
-        text = "the base is recorded as a path of this machine, which is left out of what is published: to name it, "
-        text += "set `delta.config['base_model_name_or_path']` to its id on the hub (`push --base-model`)."
-        warnings.warn(text, stacklevel=3)
+        text = "the base is recorded as a path of this machine, which is left out of what is published: to name it, set"
+        warnings.warn(f"{text} config['base_model_name_or_path'] to its hub id (`push --base-model`).", stacklevel=3)
     api = HfApi(token=token, library_name="sparsify")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -156,9 +155,7 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise SparsifyError(f"`{repo_id}` of the hub at {constants.ENDPOINT}: {text}.") from error
 
 
-def model_card(
-    tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], *, repo_id: str, file_bytes: int
-) -> str:
+def model_card(tensors: TensorDeltas, whole: NamedTensors, config: Config, *, repo_id: str, file_bytes: int) -> str:
     """Fills the card's template, Markdown with the hub's metadata in front, from a delta with a public config."""
     from huggingface_hub import ModelCardData
 

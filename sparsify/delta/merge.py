@@ -28,7 +28,7 @@ from sparsify.common.raw_bits import digest
 from sparsify.core.devices import put
 from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_header, read_json
-from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
+from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
 from sparsify.delta.patch_plan import check_fits, check_not_drawn, is_verified, new_values, plan_delta, warn_of_casts
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -136,9 +136,7 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
     return next(iter(checkpoint.conversion.find(name)), layout)
 
 
-def make_patches(
-    tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None = None
-) -> Iterator[WeightPatch]:
+def make_patches(tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None) -> Iterator[WeightPatch]:
     check_names(tensors, whole)
     check_not_drawn(tensors, "a stream of patches")
     opened, places = None, {}
@@ -180,7 +178,7 @@ def patches_of(
         yield WeightPatch(window.key, tuple(stored.shape), dtype, values, indices)
 
 
-def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any], base: StrPath, out: StrPath) -> Path:
+def merge(tensors: TensorDeltas, whole: NamedTensors, config: Config, base: StrPath, out: StrPath) -> Path:
     check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
@@ -220,7 +218,7 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Mapping[str, Any],
     return out
 
 
-def recorded_labels(config: Mapping[str, Any], whole: NamedTensors) -> dict[str, Any]:
+def recorded_labels(config: Config, whole: NamedTensors) -> dict[str, Any]:
     """A delta's labels, and nothing else of its record, as keys of a config, if a dense tensor has as many of them."""
     recorded = config.get("model_config")
     head = recorded if isinstance(recorded, dict) else {}
@@ -247,9 +245,7 @@ def _resized(checkpoint: Checkpoint, tensors: NamedTensors, folder: Path) -> Che
     return changed
 
 
-def _updated_config(
-    path: Path, config: Mapping[str, Any], whole: NamedTensors, sizes: Mapping[int, int]
-) -> dict[str, Any] | None:
+def _updated_config(path: Path, config: Config, whole: NamedTensors, sizes: Mapping[int, int]) -> Config | None:
     """The ``config.json`` with the class, labels and numbers of tokens (``sizes``, by old ones), or ``None``."""
     updates, architecture = recorded_labels(config, whole), config.get("architecture")
     if isinstance(architecture, str) and architecture.isidentifier():

@@ -153,9 +153,8 @@ def new_values(
     """The trained values (count,) in the base's dtype, from the base's values (count,); raises for another base."""
     is_base = is_verified(delta, old)
     if (delta.quantization or "").endswith(TRANSPOSED) and not (is_base or is_quantized):
-        problem = f"was transposed when it was quantized (transformers' Conv1D), and {place} holds other values"
-        remedy = f"load the base quantized as in training, or dequantize that, in {delta.dtype}."
-        raise BaseMismatchError(f"tensor `{name}` {problem}: {remedy}")
+        text = f"tensor `{name}` was transposed when it was quantized (transformers' Conv1D), and {place} holds other"
+        raise BaseMismatchError(f"{text} values: load the base quantized as then, or dequantize it, in {delta.dtype}.")
     # warnings have the same words for every tensor, so that Python shows them once
     if is_quantized and delta.quantization is None:
         text = f"the delta was trained on weights that were not quantized, and {place} holds quantized ones, which "

@@ -21,7 +21,7 @@ from sparsify.delta import format as delta_format
 from sparsify.delta.algebra import Summable
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
-from sparsify.delta.entries import Base, NamedTensors, StrPath, TensorDelta, TensorDeltas
+from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, plan_delta
@@ -58,9 +58,7 @@ class SparseDelta(Summable):
         5.0
     """
 
-    def __init__(
-        self, tensors: TensorDeltas, whole: NamedTensors | None = None, config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tensors: TensorDeltas, whole: NamedTensors | None = None, config: Config | None = None) -> None:
         self.tensors: dict[str, TensorDelta] = dict(tensors)
         self.whole: dict[str, Tensor] = dict(whole or {})
         self.config: dict[str, Any] = dict(config or {})

@@ -10,8 +10,6 @@ transformers find the adapters in one ``BaseTunerLayer`` without parameters, a c
 has learned is no part of the model's state dict, whose weights hold it: it is loaded as an extra state, of any shape.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -43,7 +41,7 @@ _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the co
 class SparseAdapter(nn.Module):
     """One adapter: its config and, unless it is in training, its delta."""
 
-    def __init__(self, name: str, config: Any, layer: SparseAdapters) -> None:
+    def __init__(self, name: str, config: Any, layer: "SparseAdapters") -> None:
         super().__init__()
         self.name, self.config, self.trains = name, config, not config.inference_mode
         self.delta = SparseDelta({})

@@ -1,7 +1,5 @@
 """The settings of a sparse adapter, under PEFT's names and sparsify()'s."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -78,9 +76,8 @@ class SparseConfig(PeftConfig):
         if self.modules_to_save is not None:
             self.modules_to_save = list(self.modules_to_save)  # to which PEFT adds heads
         if self.layers_to_transform is not None and not isinstance(self.target_modules, (list, tuple, set)):
-            problem = f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}"
-            expected = 'expected a list of names there, as in target_modules=["q_proj", "v_proj"].'
-            raise SparsifyError(f"{problem}; {expected}")
+            given = f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}"
+            raise SparsifyError(f'{given}; expected a list of names there, as in target_modules=["q_proj", "v_proj"].')
         self.lora = None if self.lora is None else _checked(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
             self._resolve()

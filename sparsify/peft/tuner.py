@@ -1,7 +1,5 @@
 """What PEFT asks of a method: adapters are injected, saved, loaded and merged through this class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -76,9 +76,8 @@ def find_targets(
         if packed := is_quantized(parameter):
             quantized.append(module_name)
             if inside := sorted(holders & to_save):
-                problem = f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole"
-                remedy = f"leave it out of the quantization (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}])."
-                raise SparsifyError(f"{problem}: {remedy}")
+                text = f"`{inside[0]}` is in modules_to_save, but is quantized and cannot be trained whole:"
+                raise SparsifyError(f"{text} do not quantize it (bitsandbytes: llm_int8_skip_modules=[{inside[0]!r}]).")
         can_train = (parameter.requires_grad and parameter.numel()) or (packed and takes_quantized)
         if holders & dense and (tied := sorted(holders & (excluded - dense))):
             raise SparsifyError(f"`{name}` is in modules_to_save, and tied to `{tied[0]}` in exclude_modules.")
@@ -138,9 +137,8 @@ def _warn_of_frozen(matched: set[str], candidates: Iterable[Candidate]) -> None:
 
 def _warn_of_quantized(quantized: list[str], owners: Mapping[nn.Parameter, list[Owner]]) -> None:
     if all(parameter.requires_grad for parameter, places in owners.items() if places[0][0] not in quantized):
-        frozen = f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}."
-        remedy = 'To train entries of them too, name their layers with target_modules, such as "all-linear".'
-        warnings.warn(f"{frozen} {remedy}", stacklevel=4)
+        text = f"{len(quantized)} quantized weights cannot require grad and stay frozen: {listed(quantized)}. To train"
+        warnings.warn(f'{text} entries of them, name their layers in target_modules, as "all-linear".', stacklevel=4)
 
 
 def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
@@ -158,8 +156,7 @@ def check_own_memory(model: nn.Module, candidates: Iterable[Candidate]) -> None:
         if start < furthest[0] and not trained.isdisjoint(pair):
             first, other = pair if pair[0] in trained else pair[::-1]
             problem = f"`{first}` shares its memory with `{other}`, and each would overwrite the other's entries"
-            remedy = "untie them, or make them one parameter (PEFT ties adapters so with ensure_weight_tying=True)."
-            raise SparsifyError(f"{problem}; {remedy}")
+            raise SparsifyError(f"{problem}; untie them, or make them one parameter (PEFT's ensure_weight_tying=True).")
         furthest = max(furthest, (end, name))
 
 

@@ -104,9 +104,8 @@ def check_no_stage(root: nn.Module) -> None:
         return
     stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
     if any(module is root for stage in stages for module in stage.submod.modules()):
-        problem = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose"
-        remedy = "shard it instead, by fully_shard(), or parallelize_module() before sparsify()."
-        raise SparsifyError(f"{problem} together: {remedy}")
+        text = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose together:"
+        raise SparsifyError(f"{text} shard it instead, by fully_shard(), or parallelize_module() before sparsify().")
 
 
 def check_root(root: nn.Module, tensors: Sequence[ModelTensor]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.optim import Optimizer
 
 from sparsify.common.names import RECORD, SETTINGS
 from sparsify.common.raw_bits import digest
@@ -72,9 +73,7 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     return saved
 
 
-def extend(
-    engine: Engine, budget: int | float | None, steps: int | None, optimizer: torch.optim.Optimizer | None
-) -> None:
+def extend(engine: Engine, budget: int | float | None, steps: int | None, optimizer: Optimizer | None) -> None:
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         problem = f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training"
         learned = "SparseDelta.from_model(model).apply(base), then sparsify(base, ...)"
@@ -103,7 +102,7 @@ def extend(
 
 
 @torch.no_grad()
-def _lengthen(engine: Engine, capacity: int, optimizer: torch.optim.Optimizer | None) -> None:
+def _lengthen(engine: Engine, capacity: int, optimizer: Optimizer | None) -> None:
     """Gives the root a longer flat delta; the new numbers and their optimizer state are zero."""
     old = engine.values
     more = 0, capacity - old.numel()

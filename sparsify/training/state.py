@@ -15,7 +15,6 @@ All hooks are plain functions, so that a model with them pickles and deep-copies
 
 import sys
 import warnings
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
@@ -30,6 +29,7 @@ from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.common.shards import is_fully_sharded, is_shard
 from sparsify.core.entries import BASE, IDS, count_by_tensor
 from sparsify.core.module import masked_tensors
+from sparsify.delta.entries import NamedTensors
 from sparsify.delta.format import replace_file
 from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.distributed import check_no_stage, check_sharding
@@ -126,9 +126,8 @@ def _before_state_dict(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     writes_merged = STATE[0] in (getattr(root, IGNORED_ON_SAVE, None) or ()) and not (engine.paused or saves_adapter)
     for level, (frame, _) in enumerate(islice(walk_stack(sys._getframe()), 10 if writes_merged else 0), start=2):
         if frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].startswith("transformers."):
-            what = "the merged model, base and trained entries in one, and no delta"
-            remedy = "SparseDelta.from_model(model).save(folder) writes that, a small file."
-            warnings.warn(f"save_pretrained() writes {what}: {remedy}", stacklevel=level)
+            what = "the merged model, base and trained entries in one, and no delta: SparseDelta.from_model(model)"
+            warnings.warn(f"save_pretrained() writes {what}.save(folder) writes that, a small file.", stacklevel=level)
 
 
 def _before_part_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -151,9 +150,8 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        earlier = "the state dict was saved by an earlier version of sparsify; nothing was loaded"
-        remedy = "Export the delta by that version, and go on from it: SparseDelta.load(path).apply(base), then"
-        raise SparsifyError(f"{earlier}. {remedy} sparsify(base, ...).")
+        text = "an earlier version of sparsify saved the state dict; nothing was loaded. Export the delta by that,"
+        raise SparsifyError(f"{text} and go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...).")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
@@ -200,7 +198,7 @@ def _after_load(root: nn.Module, incompatible_keys: Any) -> None:
     engine.state_loaded(has_entries=has_entries)
 
 
-def _before_module_load(module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+def _before_module_load(module: nn.Module, state_dict: NamedTensors, prefix: str, *_: Any) -> None:
     """Notes the masked weights that a module loads, whether the root loads them or a part of it."""
     for attribute, tensor in masked_tensors(module).items():
         if prefix + attribute in state_dict and not tensor.is_quantized:
@@ -209,9 +207,7 @@ def _before_module_load(module: nn.Module, state_dict: Mapping[str, Tensor], pre
             engine.weights.loaded[tensor] = module, attribute  # type: ignore[index]
 
 
-def trained_state_of(
-    engine: Engine, model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def trained_state_of(engine: Engine, model: nn.Module, state_dict: NamedTensors | None = None) -> dict[str, Tensor]:
     """The part of a model's state dict that the base does not have; all of it outside of the engine's root."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     prefix = _prefix(engine, model)
@@ -228,7 +224,7 @@ def trained_state_of(
 
 
 def write_trained_state(
-    engine: Engine, model: nn.Module, file: Path, state_dict: Mapping[str, Tensor] | None = None, **metadata: str
+    engine: Engine, model: nn.Module, file: Path, state_dict: NamedTensors | None = None, **metadata: str
 ) -> None:
     """Writes :func:`trained_state_of` into a file that ``load_state_dict`` takes, and ``from_pretrained`` refuses."""
     state = {name: value.contiguous() for name, value in trained_state_of(engine, model, state_dict).items()}
@@ -245,7 +241,7 @@ def _prefix(engine: Engine, model: nn.Module) -> str:
     return next(f"{name}." if name else "" for name, module in model.named_modules() if module is engine.root)
 
 
-def _check_same_base(engine: Engine, stored: Mapping[str, Tensor], needed: set[str]) -> None:
+def _check_same_base(engine: Engine, stored: NamedTensors, needed: set[str]) -> None:
     """Raises where the entries of a trained state belong to another base than the weights are at this moment."""
     entries = engine.entries
     count = int(stored[POSITION][2])
