@@ -13,17 +13,8 @@ from sparsify.core.install import values_dtype
 from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import Calibration, LossFunction, check_new, find_given, select_static, zero_others
-from sparsify.strategies.strategy import (
-    Given,
-    Prune,
-    Static,
-    Strategy,
-    check_steps,
-    resolve_budget,
-    resolve_capacity,
-    resolve_schedule,
-    resolve_strategy,
-)
+from sparsify.strategies import strategy as strategies
+from sparsify.strategies.strategy import Given, Prune, Static, Strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.export import digest_buffers
@@ -92,9 +83,9 @@ def sparsify(
     Source: the paper's Algorithm 1, for ``strategy="id3"``.
     """
     check_model(model)
-    strategy = strategy if strategy == "full" else resolve_strategy(strategy)
-    schedule = resolve_schedule(schedule)
-    check_steps(steps)
+    strategy = strategy if strategy == "full" else strategies.resolve_strategy(strategy)
+    schedule = strategies.resolve_schedule(schedule)
+    strategies.check_steps(steps)
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save, trainable_token_indices)
     if not isinstance(strategy, Strategy):
@@ -112,16 +103,15 @@ def sparsify(
         number = capacity = selected.numel()
     else:
         candidates = {tensor.name: tensor.num_candidates for tensor in selectable}
-        number = resolve_budget(budget, strategy, candidates)
-        capacity = resolve_capacity(number, strategy, schedule, steps, candidates)
+        number = strategies.resolve_budget(budget, strategy, candidates)
+        capacity = strategies.resolve_capacity(number, strategy, schedule, steps, candidates)
         selected = kept[:0]
     new_names = find_new(model, fresh_modules, targets.saved)
     check_new(selectable, strategy, new_names)
     resized = [name for name in find_resized(model) if name not in targets.saved]
     buffer_digests = digest_buffers(model) | dict.fromkeys(resized, "")  # stored whole, as what has changed
     if isinstance(strategy.selection, Static):
-        dtype = values_dtype(tensors)
-        selected = select_static(model, selectable, strategy, number, dtype, seed, calibration, loss_fn)
+        selected = select_static(model, selectable, strategy, number, values_dtype(tensors), seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):
         zero_others(selectable, strategy.selection, selected)  # the pruned model is the base
     more, selected = kept.numel(), torch.cat([kept, selected.to(device)])

@@ -47,8 +47,7 @@ def fingerprint(values: Tensor) -> str:
 
 @cache
 def _odd_numbers() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=generator, device="cpu") * 2 + 1
+    return torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -51,11 +51,9 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
     if file.is_dir():
         file = file / FILE_NAME
     if not file.exists():
-        raise SparsifyError(
-            f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
-            f"`{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the weights of a "
-            "merged or fully fine-tuned model take SparseDelta.diff(base, tuned)."
-        )
+        text = f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, "
+        text += f"with its `{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the"
+        raise SparsifyError(f"{text} weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned).")
     return file
 
 

@@ -78,12 +78,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
             opposed += int((left * right < 0).sum())
     warn_of_casts(dtypes, "the base", stacklevel=3)
     shared = sum(by_tensor.values())
-    both = sorted(a.whole.keys() & b.whole.keys())
-    return Overlap(
-        shared,
-        union=a.num_entries + b.num_entries - shared,
-        cosine=None if base is None else float(products[0] / (products[1] * products[2]).sqrt()),
-        opposed=None if base is None else opposed,
-        by_tensor=dict(sorted(by_tensor.items())),
-        conflicting_whole=tuple(name for name in both if not same_values(a.whole[name], b.whole[name])),
-    )
+    union, both = a.num_entries + b.num_entries - shared, sorted(a.whole.keys() & b.whole.keys())
+    conflicting = tuple(name for name in both if not same_values(a.whole[name], b.whole[name]))
+    cosine = None if base is None else float(products[0] / (products[1] * products[2]).sqrt())
+    moved = None if base is None else opposed
+    return Overlap(shared, union, cosine, moved, dict(sorted(by_tensor.items())), conflicting)

@@ -46,8 +46,7 @@ def problem_with(folder: Path) -> str | None:
     except (OSError, ValueError):
         return f"has no complete {TRAINER_STATE}, which is written last"
     if not (folder / WEIGHTS).is_file():
-        others = any(True for pattern in _OTHER_WEIGHTS for _ in folder.glob(pattern))
-        return None if others else f"has no {WEIGHTS}"
+        return None if any(any(folder.glob(name)) for name in _OTHER_WEIGHTS) else f"has no {WEIGHTS}"
     try:
         metadata = _metadata(folder)
     except SafetensorError:

@@ -20,7 +20,6 @@ from sparsify.stream.subscriber import DeltaSubscriber
 
 MOST_BYTES = 2**30  # of an update
 _OWN_HOST = re.compile(r"http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?/")
-_SECONDS = 60  # for an answer to begin
 _ACTIONS = ("update", "attach", "detach", "activate", "deactivate")
 
 
@@ -123,5 +122,5 @@ def _opened(request: Request) -> IO[bytes]:
         return Path(request.path).open("rb")
     if not _OWN_HOST.match(request.url):  # what another one answers would get into the model by any request
         raise SparsifyError(f"the update's url is `{request.url:.200}`, expected http://localhost:PORT/...")
-    opened: IO[bytes] = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request.url, timeout=_SECONDS)
+    opened: IO[bytes] = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request.url, timeout=60)
     return opened

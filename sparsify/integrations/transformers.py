@@ -104,12 +104,9 @@ class SparsifyCallback(TrainerCallback):
             engine.policy.steps = engine.found_steps = state.max_steps
             engine.extended_at = engine.unmasked
         elif engine.steps != state.max_steps:
-            warnings.warn(
-                f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
-                f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out to use the Trainer's; to "
-                "resume with more steps, pass SparsifyCallback(extend=True).",
-                stacklevel=2,
-            )
+            text = f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
+            text += f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out to use the Trainer's;"
+            warnings.warn(f"{text} to resume with more steps, pass SparsifyCallback(extend=True).", stacklevel=2)
         warn_of_unheld(engine, model)
         self._following = use_base(trainer, args, model)
         if hasattr(model, SAVE):
@@ -203,11 +200,9 @@ def trainer_calls() -> list[dict[str, Any]]:
 def _warn_of_earlier_run(engine: Engine, steps: int) -> None:
     full = engine.unmasked >= engine.budget
     if isinstance(engine.strategy.selection, Increment) and full and 0 < engine.step < steps:
-        warnings.warn(
-            f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps; the Trainer's "
-            f"{steps:,} steps select no others. To select over all steps, start from a model that is sparsified anew.",
-            stacklevel=3,
-        )
+        text = f"all {engine.unmasked:,} entries were unmasked by an earlier run of {engine.step:,} steps; "
+        text += f"the Trainer's {steps:,} steps select no others."
+        warnings.warn(f"{text} To select over all steps, start from a model that is sparsified anew.", stacklevel=3)
 
 
 def _check_resumed(args: Any, state: Any, steps_done: int) -> None:

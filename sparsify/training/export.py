@@ -4,8 +4,6 @@ In: an engine. Out: a :class:`sparsify.stream.version.Version`: the unmasked ent
 weights have now, the tensors that have to be stored whole, and a delta's config.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -70,7 +68,7 @@ class DeltaSource:
     def warn_of_unheld(self) -> None:
         warn_of_unheld(self._engine, self._engine.root, stacklevel=6)
 
-    def exporter(self, model: nn.Module) -> Exporter:
+    def exporter(self, model: nn.Module) -> "Exporter":
         """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
         return Exporter(self._engine, model, "DeltaPublisher.update()")
 
@@ -237,10 +235,11 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
     """The config of a delta of the first ``budget`` entries, ``in_whole`` of which are in tensors stored whole."""
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
+    base = getattr(model_config, "_name_or_path", None) or None  # a folder's relative path could be taken for an id
     not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
     of_base = (parameter for name, parameter in engine.root.named_parameters() if name not in not_the_bases)
     return {
-        "base_model_name_or_path": _base_name(model_config),
+        "base_model_name_or_path": str(Path(base).absolute()) if base and Path(base).is_dir() else base,
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in of_base if p.is_floating_point()}),
         "architecture": type(model).__name__,
@@ -273,12 +272,6 @@ def record_of(engine: Engine) -> dict[str, Any]:
         "whole": [name for name in whole if name in parameters],
         "buffers": dict(engine.buffer_digests),
     }
-
-
-def _base_name(model_config: Any) -> str | None:
-    """The base's id on the hub, or its folder's absolute path: a relative one could be taken for an id."""
-    name = getattr(model_config, "_name_or_path", None) or None
-    return str(Path(name).absolute()) if name is not None and Path(name).is_dir() else name
 
 
 def _head_config(model_config: Any) -> dict[str, Any]:

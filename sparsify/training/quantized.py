@@ -89,13 +89,11 @@ def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options:
         hub.save(folder, *delta)
         write_adapter(folder, delta, str((folder / PACKED_FOLDER).absolute()))
         write_trained_state(engine, model, folder / WEIGHTS_NAME, state_dict)
-        warnings.warn(
-            "trained values cannot be written into quantized weights: the folder that was saved has the packed base in "
-            f'"{PACKED_FOLDER}" and a delta. load_model(folder, folder) gives the trained model, and so does '
-            "from_pretrained(folder) where PEFT is installed, sparsify imported and the folder in its place; "
-            "desparsify(model, dequantize=True), before save_pretrained(), makes an ordinary one.",
-            stacklevel=2,
-        )
+        text = "trained values cannot be written into quantized weights: "
+        text += f"the folder that was saved has the packed base in `{PACKED_FOLDER}` and a delta. "
+        text += "load_model(folder, folder) gives the trained model, and so does from_pretrained(folder) "
+        text += "where PEFT is installed, sparsify imported and the folder in its place; desparsify(model,"
+        warnings.warn(f"{text} dequantize=True), before save_pretrained(), makes an ordinary one.", stacklevel=2)
     return None
 
 

@@ -66,7 +66,6 @@ def place_hooks(engine: Engine) -> None:
 
 
 def remove_hooks(engine: Engine) -> None:
-    """Undoes :func:`place_hooks`."""
     root = engine.root
     if getattr(root, IGNORED_ON_SAVE, None):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
@@ -150,8 +149,8 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
     if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        text = "an earlier version of sparsify saved the state dict; nothing was loaded. Export the delta by that,"
-        raise SparsifyError(f"{text} and go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...).")
+        text = "the state dict was saved by an earlier version; nothing was loaded. Export the delta by that, and"
+        raise SparsifyError(f"{text} go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...).")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size

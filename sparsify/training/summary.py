@@ -212,8 +212,7 @@ def _verify(engine: Engine, model: nn.Module) -> Verification:
     changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
-    entries = sum(sizes[name] for name in before)
-    frozen, unstepped = entries - engine.unmasked, 0 if engine.step else engine.passes
+    frozen, unstepped = sum(sizes[name] for name in before) - engine.unmasked, 0 if engine.step else engine.passes
     unheld = find_unheld(engine, model)
     return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
 
