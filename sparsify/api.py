@@ -115,11 +115,10 @@ def sparsify(
     if isinstance(strategy.selection, Prune):
         zero_others(selectable, strategy.selection, selected)  # the pruned model is the base
     more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
-    plan = Plan(
+    install(Plan(
         model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
         (*new_names, *resized), buffer_digests, seed,
-    )  # fmt: skip
-    install(plan)
+    ))  # fmt: skip
     return model
 
 

@@ -44,8 +44,7 @@ def brief(text: object, most: int = 300) -> str:
         'Unrecognized model in base: ?[2J...'
     """
     line = "".join(char if char.isprintable() else "?" for char in " ".join(str(text).split()))
-    if isinstance(text, BaseException):
-        line = line.rstrip(".")
+    line = line.rstrip(".") if isinstance(text, BaseException) else line
     return line if len(line) <= most else f"{line[:most].rstrip()}..."
 
 

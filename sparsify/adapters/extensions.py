@@ -96,8 +96,7 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
             shape = f"shape {tuple(tensor.shape)} in the model that the delta records, and {held} in the delta"
             raise BaseMismatchError(f"tensor `{brief(name)}` has {shape}: {_REMEDY}.")
     own = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    size = sum(tensor.numel() for tensor in new.values())
-    if size > max(_ALWAYS_ALLOWED, sum(parameter.numel() for parameter in own)):
+    if (size := sum(tensor.numel() for tensor in new.values())) > max(_ALWAYS_ALLOWED, sum(p.numel() for p in own)):
         raise SparsifyError(f"the delta adds {size:,} numbers to the base, more than the base has itself: {_REMEDY}.")
     for module in model.modules():
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
@@ -143,7 +142,6 @@ def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:
     if isinstance(value, str) and _MAY_BACKTRACK.search(value):
         problem = f"a regular expression in `{key}` ({brief(value, 100)!r}), which may take for ever and is not run"
         raise SparsifyError(f"{given} {problem}: {_REMEDY}.")
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
+    value = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     for item in value if isinstance(value, list) else ():
         _check_setting(adapter, key, item, most)

@@ -79,14 +79,11 @@ class Adapter(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the change of ``hidden`` (..., width), in the dtype of that."""
-        change: Tensor = self.adapter_up(self.adapter_down(hidden.to(self.adapter_up.weight.dtype)))
-        return change.to(hidden.dtype)
+        return self.adapter_up(self.adapter_down(hidden.to(self.adapter_up.weight.dtype))).to(hidden.dtype)
 
     def adapt_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: replaces the output x of a module, or the first of its outputs, by ``x + adapter(x)``."""
-        if isinstance(output, Tensor):
-            return output + self(output)
-        return (output[0] + self(output[0]), *output[1:])
+        return output + self(output) if isinstance(output, Tensor) else (output[0] + self(output[0]), *output[1:])
 
     def adapt_before_norm(self, norm: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Forward pre-hook of a norm: replaces its input x by ``x + adapter(norm(x))``."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from sparsify.analysis import TensorShare, shares
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint
-from sparsify.delta.entries import StrPath
+from sparsify.delta.entries import StrPath, TensorDelta
 from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
 from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
-from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
+from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError, printable
 
 _SHOWN_OF_CONFIG = (
@@ -97,18 +97,14 @@ def add(
     out: Out,
     weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
     kind: Annotated[Literal["replace", "add"], typer.Option(help="Store new values, or differences.")] = "replace",
-    entries_only: Annotated[
-        bool, typer.Option("--entries-only", help="Leave out tensors stored whole, such as each task's head.")
-    ] = False,
+    entries_only: Annotated[bool, typer.Option("--entries-only", help="Without tensors stored whole (heads).")] = False,
 ) -> None:
     """Add deltas up, each times a weight, and say where they meet.
 
     Example: sparsify add mrpc cola --weights 1,0.5 --base base --out both
     """
     check_out(out, base, *deltas)
-    loaded = [SparseDelta.load(delta) for delta in deltas]
-    if entries_only:
-        loaded = [delta.entries_only() for delta in loaded]
+    loaded = [delta.entries_only() if entries_only else delta for delta in map(SparseDelta.load, deltas)]
     factors = parse_weights(weights, len(loaded))
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):

@@ -106,8 +106,7 @@ class Ranks:
     def mean_share(self, values: Tensor, group: Any = None) -> Callable[[], Tensor]:
         """Begins to average the values (n,), padded with zeros, of all ranks or those of a group.
 
-        Returns:
-            A function that waits for the mean, and returns this rank's share of it (ceil(n / ranks),).
+        Returns a function that waits for the mean, and returns this rank's share of it (ceil(n / ranks),).
         """
         ranks = dist.get_world_size(group)
         if ranks == 1:

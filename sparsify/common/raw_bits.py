@@ -12,8 +12,7 @@ ROW, AT_ONCE = 1 << 12, 1 << 20  # words of 8 bytes: of a row, and that are hash
 
 def as_bits(values: Tensor) -> Tensor:
     """Views a tensor as integers, which are equal where the bits are, NaN and -0.0 included."""
-    if values.element_size() == 16:  # complex128
-        values = torch.view_as_real(values)
+    values = torch.view_as_real(values) if values.element_size() == 16 else values  # complex128
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 

@@ -269,8 +269,7 @@ def change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
 
 def _kept(name: str, indices: Tensor, base: Tensor, values: Tensor, target: Tensor, kind: str) -> TensorDelta | None:
     """The delta of those of a tensor's entries (count,) that end up changed, by new values or by differences."""
-    if kind == "add":
-        values = values.to(torch.promote_types(target.dtype, torch.float32))
+    values = values.to(torch.promote_types(target.dtype, torch.float32)) if kind == "add" else values
     kept = as_bits(values) != as_bits(base) if kind == "replace" else values != 0
     if not bool(kept.any()):
         return None

@@ -185,8 +185,8 @@ class InitializerRecipe:
         require(self.distribution in DISTRIBUTIONS, "distribution is", self.distribution, one_of(DISTRIBUTIONS))
         is_number = type(self.scale) in (int, float) and abs(self.scale) <= sys.float_info.max  # nor is NaN
         require(is_number, "scale is", self.scale, "a finite number")
-        fits = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
-        require(fits, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
+        is_seed = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
+        require(is_seed, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
 
     def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the initial values of the tensor with this name, on the CPU."""

@@ -20,8 +20,7 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 _GENERATED = re.compile("<!-- sparsify: begin of the generated part.*?end of the generated part -->", re.DOTALL)
 _PRESETS = {"d3-increment": "id3", "magnitude-static": "pafi", "fisher-static": "fish", "random-static": "random",
             "bias-static": "bitfit", "snip-prune": "sparseadapter"}  # fmt: skip
-_MAX_ROWS = 120
-_MAX_TEXT = 120  # characters of one name
+_MAX_ROWS, _MAX_TEXT = 120, 120  # of a card's table; characters of one name in it
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -48,8 +47,7 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
     if revision is not None:
         remedy = "leave it out, or give the id of a repository on the hub and rename the path that hides it."
         raise SparsifyError(f"revision={revision!r} of `{path}`, which is taken for a path, and has none: {remedy}")
-    if file.is_dir():
-        file = file / FILE_NAME
+    file = file / FILE_NAME if file.is_dir() else file
     if not file.exists():
         text = f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, "
         text += f"with its `{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the"
@@ -162,13 +160,12 @@ def model_card(tensors: TensorDeltas, whole: NamedTensors, config: Config, *, re
     relation = "adapter" if base else None
     data = ModelCardData(base_model=base, base_model_relation=relation, library_name="sparsify", tags=tags)
     entries = sum(tensor.count for tensor in tensors.values())
-    numel = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return _TEMPLATE.read_text(encoding="utf-8").format(
         metadata=data.to_yaml(),
         title=repo_id.rpartition("/")[2],
         base=f"[{_text(base)}](https://huggingface.co/{base})" if base else "a base model that is not on the hub",
         entries=entries,
-        share=entries / max(numel, 1),
+        share=entries / max(sum(math.prod(tensor.shape) for tensor in tensors.values()), 1),
         tensors=len(tensors),
         whole=len(whole),
         strategy=_text(strategy),
@@ -229,8 +226,7 @@ def _text(value: Any) -> str:
     """A value as one line of bounded length, without a character that Markdown or HTML interprets."""
     if value is None:
         return "not recorded"
-    if isinstance(value, dict):
-        value = ", ".join(f"{key} {item}" for key, item in value.items())
+    value = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
     line = " ".join((f"{value:,}" if isinstance(value, int) else str(value)).split())
     line = line if len(line) <= _MAX_TEXT else f"{line[: _MAX_TEXT - 1]}…"
     return "".join(c if (c.isalnum() or c in " .,-_/…") else f"&#{ord(c)};" for c in line)

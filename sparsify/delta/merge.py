@@ -97,12 +97,10 @@ def check_checkpoint(
 ) -> tuple[CheckReport, dict[str, Layout]]:
     """Checks a delta against a checkpoint, of which only the pages with entries are read; also gives the layouts."""
     check_names(tensors, whole)
-    unchecked: list[str] = []
-    layouts: dict[str, Layout] = {}
-    for name, delta in tensors.items():
-        layouts[name] = _find_layout(name, delta, checkpoint)
-        if not is_verified(delta, checked_values(name, delta, checkpoint, layouts[name])[0]):
-            unchecked.append(name)
+    layouts = {name: _find_layout(name, delta, checkpoint) for name, delta in tensors.items()}
+    bases = (checked_values(name, delta, checkpoint, layouts[name])[0] for name, delta in tensors.items())
+    checks = zip(tensors.items(), bases, strict=True)
+    unchecked = tuple(name for (name, delta), base in checks if not is_verified(delta, base))
     for name in (name for name in whole if name in checkpoint):
         layout = layouts[name] = checkpoint.layout(name)
         shape = whole[name].shape if is_resized(whole[name].shape, layout.shape) else layout.shape  # a merge resizes
@@ -115,7 +113,7 @@ def check_checkpoint(
             raise BaseMismatchError(f"{one}: give the base with these weights untied, as it was in training.")
     missing = tuple(name for name in whole if name not in layouts)
     entries = sum(delta.count for delta in tensors.values())
-    return CheckReport(len(tensors), entries, len(whole), tuple(unchecked), missing), layouts
+    return CheckReport(len(tensors), entries, len(whole), unchecked, missing), layouts
 
 
 def checked_values(name: str, delta: TensorDelta, checkpoint: Checkpoint, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -229,12 +229,9 @@ def warn_of_casts(
     casts = {name: (trained, held) for name, trained, held in dtypes if trained != held}
     if casts:
         name, (trained, held) = next(iter(casts.items()))
-        warnings.warn(
-            f"{place} holds {held} where the delta was trained on {trained} (`{name}`; "
-            f"{counted(len(casts), 'tensor')} in all): whether it is the right base cannot be checked, and the trained "
-            "values are cast. Load the base in the delta's dtype for an exact result.",
-            stacklevel=stacklevel,
-        )
+        text = f"(`{name}`; {counted(len(casts), 'tensor')} in all): whether it is the right base cannot be checked, "
+        text += "and the trained values are cast. Load the base in the delta's dtype for an exact result."
+        warnings.warn(f"{place} holds {held} where the delta was trained on {trained} {text}", stacklevel=stacklevel)
 
 
 def holds(model: nn.Module, plan: PatchPlan) -> bool:

@@ -161,9 +161,7 @@ class ServedTensor:
             missing = f"{int((~found).sum()):,} of {len(found):,} entries of `{self._name}`"
             raise BaseMismatchError(f"the engine has no place for {missing}: it leaves the tensor out, or has tied it.")
         self._model.found.append(found)
-        if is_whole and self._is_as_stored:
-            return values
-        return self._model.checkpoint.take(self._layouts[0], indices)
+        return values if is_whole and self._is_as_stored else self._model.checkpoint.take(self._layouts[0], indices)
 
     def holds(self, indices: Tensor | None, values: Tensor) -> bool:
         """Whether the entries that are in this memory have these values, in the dtype there."""

@@ -31,8 +31,6 @@ from sparsify.errors import SparsifyError
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
-__all__ = ["SparseDelta", "TensorDelta"]
-
 
 class SparseDelta(Summable):
     """The entries that training changed, and their trained values.
@@ -259,12 +257,9 @@ class SparseDelta(Summable):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SparseDelta):
             return NotImplemented
-        return (
-            self.tensors.keys() == other.tensors.keys()
-            and self.whole.keys() == other.whole.keys()
-            and all(part.equals(other.tensors[name]) for name, part in self.tensors.items())
-            and all(same_values(tensor, other.whole[name]) for name, tensor in self.whole.items())
-        )
+        same = self.tensors.keys() == other.tensors.keys() and self.whole.keys() == other.whole.keys()
+        same = same and all(part.equals(other.tensors[name]) for name, part in self.tensors.items())
+        return same and all(same_values(tensor, other.whole[name]) for name, tensor in self.whole.items())
 
     __hash__ = None  # type: ignore[assignment]
 

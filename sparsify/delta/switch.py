@@ -64,8 +64,7 @@ class DeltaSwitch:
         """
         if name in self._plans:
             raise SparsifyError(f"a delta called {name!r} is attached already: `detach({name!r})` it, or take another.")
-        if isinstance(delta, (str, PathLike)):
-            delta = SparseDelta.load(delta)
+        delta = SparseDelta.load(delta) if isinstance(delta, (str, PathLike)) else delta
         if not isinstance(delta, (SparseDelta, DeltaSum)):
             expected = "expected a SparseDelta, a sum of them, or the path or hub id of one."
             raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {expected}")

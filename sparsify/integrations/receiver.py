@@ -122,5 +122,4 @@ def _opened(request: Request) -> IO[bytes]:
         return Path(request.path).open("rb")
     if not _OWN_HOST.match(request.url):  # what another one answers would get into the model by any request
         raise SparsifyError(f"the update's url is `{request.url:.200}`, expected http://localhost:PORT/...")
-    opened: IO[bytes] = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request.url, timeout=60)
-    return opened
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request.url, timeout=60)

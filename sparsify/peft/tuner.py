@@ -102,8 +102,7 @@ class SparseModel(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
         """What is saved of an adapter, apart from its ``modules_to_save``: its delta."""
-        found = ((name, module) for name, module in model.named_modules() if isinstance(module, SparseAdapters))
-        name, layer = next(found)
+        name, layer = next((name, own) for name, own in model.named_modules() if isinstance(own, SparseAdapters))
         delta = layer.delta_of(adapter_name)
         return {f"{name}.{DELTAS}.{adapter_name}._extra_state": to_blob(delta.tensors, delta.whole, delta.config)}
 

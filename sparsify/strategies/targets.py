@@ -66,7 +66,6 @@ def find_targets(
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners[parameter].append((module_name, module, attribute))
-
     candidates, saved, frozen = list[Candidate](), dict[str, nn.Parameter](), dict[str, nn.Parameter]()
     quantized = []  # names of modules
     for parameter, places in owners.items():
@@ -85,7 +84,6 @@ def find_targets(
             candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:
             (saved if holders & dense else frozen)[name] = parameter
-
     if all(candidate.rows for candidate in candidates):
         raise SparsifyError(_nothing_left(owners, target_modules))
     if target_modules is not None:

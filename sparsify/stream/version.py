@@ -7,8 +7,6 @@ The entries of a version are in the order of their tensors' names, and ascending
 known entries are sent without positions. ``format.md`` specifies the bytes under "Streams".
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import secrets
@@ -48,7 +46,7 @@ class TrainedEntries(NamedTuple):
         """What all entries of a tensor have in common, in whatever version."""
         return (*self[:4], self.values.dtype)
 
-    def find(self, before: TrainedEntries) -> Tensor | slice | None:
+    def find(self, before: "TrainedEntries") -> Tensor | slice | None:
         """Numbers (k,) of an earlier version's entries; ``None`` unless all are here, of one type and over one base."""
         if self.entry_type != before.entry_type:
             return None
@@ -58,16 +56,16 @@ class TrainedEntries(NamedTuple):
         pairs = zip(self[4:6], before[4:6], strict=True)
         return places if all(same_values(part.index_select(0, places), old) for part, old in pairs) else None
 
-    def at(self, places: Tensor) -> TrainedEntries:
+    def at(self, places: Tensor) -> "TrainedEntries":
         """The entries with some numbers (k,), or those that a mask (count,) chooses."""
         return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
 
-    def joined(self, more: TrainedEntries) -> TrainedEntries:
+    def joined(self, more: "TrainedEntries") -> "TrainedEntries":
         parts = [torch.cat([own, part.to(own.dtype)]) for own, part in zip(self[4:], more[4:], strict=True)]
         order = parts[0].argsort()
         return TrainedEntries(*self[:4], *(part[order] for part in parts))
 
-    def reverted(self) -> TrainedEntries:
+    def reverted(self) -> "TrainedEntries":
         """The entries with values that leave the base as it is."""
         return self._replace(values=self.base if self.kind == "replace" else torch.zeros_like(self.values))
 

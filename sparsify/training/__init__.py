@@ -6,7 +6,6 @@ forward              the root's forward passes, and the node that all biases and
 weights, entries     base + delta in the weights; buffers that others write to
 optimizer_steps      steps that have begun; optimizers made in the wrong order
 state, settings      state dicts, and what they are compared by
-export               the way out: a delta, or a stream of versions
-summary
-compiled, quantized, distributed, new_parameters
+export, summary      the way out: a delta, or a stream of versions; a report
+forward, compiled, quantized, distributed
 """

@@ -171,9 +171,8 @@ def _checkpoint(model: nn.Module) -> Checkpoint | None:
     inner = plain_model(model)
     config = getattr(inner, "config", None) if hasattr(inner, "from_pretrained") else None
     source, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
-    if not source:
-        return None
-    with suppress(SparsifyError, OSError):
-        folder = Path(source) if Path(source).is_dir() else hub.cached_folder(source, commit)
-        return None if folder is None else Checkpoint(folder)
+    if source:
+        with suppress(SparsifyError, OSError):
+            folder = Path(source) if Path(source).is_dir() else hub.cached_folder(source, commit)
+            return None if folder is None else Checkpoint(folder)
     return None

@@ -6,8 +6,6 @@ allocated. Conversions that layouts cannot follow (permuting, interleaving, dequ
 Transformers 4 only renames tensors.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +45,7 @@ class Conversion:
         tied = [tied for plain in self._prefixed(name) for tied in self._tied.get(plain, (plain,))]
         return [alias for plain in tied for alias in self._prefixed(plain) if alias in self.layouts]
 
-    def find(self, name: str) -> list[Layout]:
+    def find(self, name: str) -> "list[Layout]":
         """A tensor's layouts: several where a tied tensor is stored under several names, none if it is missing."""
         found: dict[tuple[str, ...], Layout] = {}
         for alias in self.aliases(name):
@@ -94,7 +92,7 @@ def _check_counts(config: object, num_tensors: int) -> None:
         _check_counts(value, num_tensors)
 
 
-def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | str]:
+def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, Layout | str]":
     """Layouts, or names of operations, as transformers' ``convert_and_load_state_dict_in_model`` makes tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -165,7 +163,7 @@ class Layout:
         self.windows = tuple(windows)
 
     @classmethod
-    def stored(cls, key: str, shape: Sequence[int]) -> Layout:
+    def stored(cls, key: str, shape: Sequence[int]) -> "Layout":
         return cls(shape, [Window(key, tuple(map(slice, [0] * len(shape), shape)), torch.empty(shape, device="meta"))])
 
     @classmethod
@@ -174,7 +172,7 @@ class Layout:
             raise NotImplementedError(f"{getattr(func, '__name__', func)} of a layout")
         return _FUNCTIONS[func](*args, **(kwargs or {}))
 
-    def contiguous(self) -> Layout:
+    def contiguous(self) -> "Layout":
         return self
 
     @property

@@ -115,8 +115,7 @@ class Checkpoint(Mapping[str, Tensor]):
             tied = [layout for layout in self.conversion.find(name) if layout.keys != first.keys]
         except SparsifyError:  # stored as in the delta, though transformers would convert it
             tied = []
-        read = self.read
-        return [first, *(layout for layout in tied if same_values(layout.assemble(read), first.assemble(read)))]
+        return [first, *(own for own in tied if same_values(own.assemble(self.read), first.assemble(self.read)))]
 
     @cached_property
     def _starts(self) -> Counter[tuple[object, ...]]:
