@@ -134,8 +134,7 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
         raise DeltaFormatError(f"indices are {stored.dtype} of shape {tuple(stored.shape)}, {expected}")
     # by chunks: each number of a gap stream takes 30 bytes while it is decoded
     chunks = stored.split(_CHUNK) if stored.dtype == torch.uint16 else ()
-    found = stored.numel() - sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in chunks)
-    if found != count:
+    if (found := stored.numel() - sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in chunks)) != count:
         raise DeltaFormatError(f"indices hold {found} entries, expected {count}")
     if not chunks:
         return stored.to(torch.int64)

@@ -247,8 +247,7 @@ def refused(what: str, remedy: str) -> Iterator[None]:
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     """The header, parsed, and the metadata in it, checked."""
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if header_bytes > MAX_HEADER_BYTES:
+    if (header_bytes := int.from_bytes(file.read(8), "little")) > MAX_HEADER_BYTES:
         raise DeltaFormatError(f"its header claims {header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
     text = file.read(header_bytes).decode()
     if not (text.startswith("{") and text.rstrip(" ").endswith("}")):  # safetensors accepts other space, too

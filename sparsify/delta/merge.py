@@ -107,8 +107,7 @@ def check_checkpoint(
         check_fits(name, whole[name], shape, checkpoint.dtype(layout), _IN_FILES)
     owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
-        first = owners.setdefault((window.key, window.place.storage_offset()), name)
-        if first != name:
+        if (first := owners.setdefault((window.key, window.place.storage_offset()), name)) != name:
             one = f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta"
             raise BaseMismatchError(f"{one}: give the base with these weights untied, as it was in training.")
     missing = tuple(name for name in whole if name not in layouts)

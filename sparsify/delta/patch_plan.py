@@ -95,8 +95,7 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
     for name, tensor in targets.items():
         check_has_values(name, tensor)
         # two parameters over one storage are one tensor, too; one without storage is only itself
-        first = first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)
-        if first != name:
+        if (first := first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)) != name:
             one = f"`{first}` and `{name}` are one tensor in this model and two in the delta"
             raise BaseMismatchError(f"{one}: load the base with these weights untied, as it was in training.")
     quantized = {name: tensor for name, tensor in targets.items() if name not in dense and is_quantized(tensor)}
@@ -226,8 +225,7 @@ def warn_of_casts(
     dtypes: Iterable[tuple[str, torch.dtype, torch.dtype]], place: str = "the model", stacklevel: int = 4
 ) -> None:
     """Warns once about tensors whose dtype in the delta, the first, is not that in the base; by default for a verb."""
-    casts = {name: (trained, held) for name, trained, held in dtypes if trained != held}
-    if casts:
+    if casts := {name: (trained, held) for name, trained, held in dtypes if trained != held}:
         name, (trained, held) = next(iter(casts.items()))
         text = f"(`{name}`; {counted(len(casts), 'tensor')} in all): whether it is the right base cannot be checked, "
         text += "and the trained values are cast. Load the base in the delta's dtype for an exact result."

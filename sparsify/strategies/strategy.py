@@ -240,8 +240,7 @@ def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) ->
     if data is None:
         return None
     settings = dict(data) if isinstance(data, dict) else {"name": data}
-    name = settings.pop("name", None)
-    if name == Given.name:
+    if (name := settings.pop("name", None)) == Given.name:
         raise SparsifyError("a given set is not stored in the config; pass the set itself, such as delta.support.")
     if not isinstance(data, dict) or name not in kinds:
         raise SparsifyError(f"unknown {part} {name!r}; expected one of {', '.join(kinds)}.")
@@ -350,7 +349,6 @@ def resolve_capacity(
         raise SparsifyError(f"{selection} takes no schedule: each step selects the whole budget; leave schedule= out.")
     if selection.capacity is None and steps is None:
         raise SparsifyError(f"{selection} needs room for all that it may select; pass steps=, or Repeat(capacity=...).")
-    capacity = min(sum(candidates.values()), selection.capacity or budget * (steps or 0))
-    if capacity < budget:
+    if (capacity := min(sum(candidates.values()), selection.capacity or budget * (steps or 0))) < budget:
         raise SparsifyError(f"{selection} has less room than the budget of {budget:,} entries; raise its capacity.")
     return capacity

@@ -131,8 +131,7 @@ def difference(old: Version, new: Version) -> Changes | None:
 
 
 def changed_whole(old: Version, new: Version) -> dict[str, Tensor]:
-    before = old.whole
-    return {name: t for name, t in new.whole.items() if name not in before or not same_values(t, before[name])}
+    return {name: t for name, t in new.whole.items() if name not in old.whole or not same_values(t, old.whole[name])}
 
 
 def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
@@ -197,8 +196,7 @@ def read_message(data: bytes) -> Message:
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
-    stream = config.get(STREAM_KEY)
-    if stream is None:
+    if (stream := config.get(STREAM_KEY)) is None:
         raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
     if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
         raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")

@@ -99,8 +99,7 @@ def note_values(step: TrainingStep) -> None:
 
 def note_gradient(step: TrainingStep, writes: int) -> None:
     """Remembers the flat delta's gradient; that of ``torch.autograd.grad`` is the user's, and none is there."""
-    grad = step.entries.values.grad
-    if grad is not None:
+    if (grad := step.entries.values.grad) is not None:
         _GRADIENTS[step] = weakref.ref(grad), grad._version, grad.any(), writes
 
 
@@ -180,8 +179,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
     if step.reached is None:
         return
     expected = [own for own in step.tensors if own not in step.frozen and (not step.policy.static or own.count)]
-    names = [tensor.name for tensor in expected if tensor not in step.reached]
-    if names:
+    if names := [tensor.name for tensor in expected if tensor not in step.reached]:
         found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained"
         reason = "they ran under no_grad(), as in reentrant checkpointing (pass use_reentrant=False)"
         text = f"If the loss does not depend on them, all is well; else {reason}, or without a call of their module."
@@ -190,8 +188,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
 
 def warn_of_late(step: Any, optimizer: torch.optim.Optimizer) -> None:
     """Warns of what trains and is in no delta, whenever the optimizer trains another number of parameters."""
-    trained = sum(parameter.requires_grad for parameter in parameters_of(optimizer))
-    if trained != _TRAINED.get(step):
+    if (trained := sum(parameter.requires_grad for parameter in parameters_of(optimizer))) != _TRAINED.get(step):
         _TRAINED[step] = trained
         step.source.warn_of_unheld()
 

@@ -45,8 +45,7 @@ def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
 
 
 def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
-    changed = [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]
-    if changed:
+    if changed := [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]:
         text = f"`{changed[0].name}` and {len(changed) - 1} more trained weights are quantized ({changed[0].scheme}), "
         text += "and cannot be written into. Keep SparseDelta.from_model(model), then call desparsify(model,"
         raise SparsifyError(f"{text} dequantize=True), which makes linear layers of them; or load the base afresh.")
