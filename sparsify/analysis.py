@@ -160,9 +160,10 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         raise SparsifyError(f"{engine.strategy.selection} selects its entries afresh at each step: {problem}")
     planned = sum(_unmasked_after(engine, step) for step in range(1, engine.step + 1))
     if planned != engine.entries.updates:
-        text = f"by the schedule, entries were updated {planned:,} times in {engine.step:,} steps, the model counts "
-        text += f"{engine.entries.updates:,}: some steps found too few entries with a gradient, or steps= or schedule="
-        warnings.warn(f"{text} were others in training. The trajectory may show entries too early.", stacklevel=2)
+        text = f"by the schedule, entries had been updated {planned:,} times in {engine.step:,} steps, and the model "
+        text += f"counts {engine.entries.updates:,}: some steps found too few entries with a gradient, or steps= or "
+        text += "schedule= were others in training. The trajectory may show entries before they were unmasked."
+        warnings.warn(text, stacklevel=2)
     sizes = {tensor.name: tensor.numel for tensor in engine.tensors}
     slots = {tensor.name: tensor.slots.cpu().sort().values for tensor in engine.tensors}  # in order of unmasking
     found = []

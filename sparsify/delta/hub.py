@@ -49,8 +49,8 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
         raise SparsifyError(f"revision={revision!r} of `{path}`, which is taken for a path, and has none: {remedy}")
     file = file / FILE_NAME if file.is_dir() else file
     if not file.exists():
-        text = f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, "
-        text += f"with its `{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the"
+        text = f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
+        text += f"`{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the"
         raise SparsifyError(f"{text} weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned).")
     return file
 

@@ -161,10 +161,10 @@ def new_values(
         warnings.warn(text, stacklevel=2)
     elif old.dtype == delta.dtype and not is_base:
         if delta.quantization is None or delta.kind != "add" or is_quantized:
-            text = f"tensor `{name}` does not hold the values that the delta was trained on: "
-            text += "load the exact base, and revert any other delta first. (A head drawn at random has no base: "
-            text += "name it in modules_to_save=[...]. A second stage of training has the first's result as its base:"
-            raise BaseMismatchError(f"{text} both are `first.then(second)`, or SparseDelta.diff(base, model).)")
+            text = f"tensor `{name}` does not hold the values that the delta was trained on: load the exact base, and "
+            text += "revert any other delta first. (A head drawn at random has no base: name it in modules_to_save. "
+            text += "A second stage of training has the first's result as its base: both are `first.then(second)`, or "
+            raise BaseMismatchError(f"{text}SparseDelta.diff(base, model).)")
         text = f"the delta was trained on weights quantized as {delta.quantization}, and {place} holds other values, "
         text += "if all is well the weights from before they were quantized, which cannot be checked: the changes are "
         text += "added. For an exact result load the base quantized as in training, or dequantize that."

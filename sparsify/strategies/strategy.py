@@ -315,8 +315,9 @@ def _resolve(budget: int | float | None, strategy: Strategy, candidates: Mapping
         raise SparsifyError(f"{of}budget={budget!r} with {importance}; {expected} Only bitfit and full need no budget.")
     if not isinstance(budget, Integral):
         if not 0 < budget < 1 or budget * available < 1:
-            text = f"{of}budget={budget!r} is a float and so a share: of {available:,} candidates it has to be in"
-            raise SparsifyError(f"{text} (0, 1), at least {1 / available:.2g}, one entry; an int counts entries.")
+            least = f"not less than one entry, at least {1 / available:.2g}; an int is a number of entries."
+            share = f"{of}budget={budget!r} is a float and so a share: of {available:,} candidates"
+            raise SparsifyError(f"{share} it has to be in (0, 1) and {least}")
         budget = int(budget * available)
     if not 1 <= budget <= available:
         raise SparsifyError(f"{of}budget={budget:,} entries; expected 1 to {available:,}, the number of candidates.")

@@ -47,8 +47,8 @@ def check_possible(tensors: Sequence[ModelTensor], strategy: Strategy) -> None:
 def check_unchanged(tensors: Sequence[ModelTensor]) -> None:
     if changed := [tensor for tensor in tensors if tensor.is_quantized and bool(tensor.delta.any())]:
         text = f"`{changed[0].name}` and {len(changed) - 1} more trained weights are quantized ({changed[0].scheme}), "
-        text += "and cannot be written into. Keep SparseDelta.from_model(model), then call desparsify(model,"
-        raise SparsifyError(f"{text} dequantize=True), which makes linear layers of them; or load the base afresh.")
+        text += "and cannot be written into. Keep SparseDelta.from_model(model), then call desparsify(model, dequantize"
+        raise SparsifyError(f"{text}=True), which makes ordinary linear layers of them; or load the base afresh.")
 
 
 def give_up_packed(model: nn.Module, weights: Sequence[tuple[ModelTensor, Tensor]]) -> None:
@@ -86,11 +86,11 @@ def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options:
         hub.save(folder, *delta)
         write_adapter(folder, delta, str((folder / PACKED_FOLDER).absolute()))
         write_trained_state(engine, model, folder / WEIGHTS_NAME, state_dict)
-        text = "trained values cannot be written into quantized weights: "
-        text += f"the folder that was saved has the packed base in `{PACKED_FOLDER}` and a delta. "
-        text += "load_model(folder, folder) gives the trained model, and so does from_pretrained(folder) "
-        text += "where PEFT is installed, sparsify imported and the folder in its place; desparsify(model,"
-        warnings.warn(f"{text} dequantize=True), before save_pretrained(), makes an ordinary one.", stacklevel=2)
+        text = "trained values cannot be written into quantized weights: the folder that was saved has the packed base "
+        text += f'in "{PACKED_FOLDER}" and a delta. load_model(folder, folder) gives the trained model, and so does '
+        text += "from_pretrained(folder) where PEFT is installed, sparsify imported and the folder in its place; "
+        text += "desparsify(model, dequantize=True), before save_pretrained(), makes an ordinary one."
+        warnings.warn(text, stacklevel=2)
     return None
 
 
