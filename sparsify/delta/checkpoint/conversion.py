@@ -192,8 +192,7 @@ class Layout:
             near = torch.stack(torch.unravel_index(indices[begin:end], self.shape))  # (ndim, count) coordinates
             local = near - torch.tensor([s.start for s in window.box])[:, None]
             inside = ((local >= 0) & (local < torch.tensor(window.place.shape)[:, None])).all(dim=0)
-            entries = inside.nonzero().flatten()
-            if entries.numel():
+            if (entries := inside.nonzero().flatten()).numel():
                 offset, strides = int(window.place.storage_offset()), torch.tensor(window.place.stride())
                 flat, order = (offset + strides @ local[:, entries]).sort()
                 parts.append(Part(window.key, flat, begin + entries[order]))
