@@ -140,7 +140,7 @@ def test_a_step_calls_no_more_functions_of_python_than_it_did():
         calls[method] = script("overhead").calls_of_a_step(model, optimizer)
     added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
     assert added["static"] <= 700, added
-    assert added["id3"] <= 800, added
+    assert added["id3"] <= 870, added
 
 
 def test_the_roofline_counts_the_products_of_a_layer():
