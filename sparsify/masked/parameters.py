@@ -87,10 +87,12 @@ def _check_followed(func: Callable[..., Any], arguments: Any, frame: FrameType) 
         problem = LOST.format("torch.vmap")
     elif torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return
+    elif _is_in_function(frame):
+        problem = LOST.format("a torch.autograd.Function")
     else:
-        problem = LOST.format("a torch.autograd.Function") if _is_in_function(frame) else ""
+        return
     found = [own.masked_tensor for own in tree_leaves(arguments) if isinstance(own, MaskedParameter)]
-    for tensor in [each for each in found if problem and each is not None]:
+    for tensor in [each for each in found if each is not None]:
         step = tensor.collector
         if problem is NO_GRADIENT or not (step.in_forward or step.paused or tensor in step.frozen):
             raise SparsifyError(f"`{tensor.name}` {problem}")
