@@ -80,6 +80,7 @@ class Engine(TrainingStep):
         self._forwards, self.vectors = Forwards(), vectors(plan.tensors)
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
+        self.warned_of_read = False
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.source: Any = None  # exports the model's delta
