@@ -183,8 +183,7 @@ def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> 
 
 def _add_rows(height: int, rows: Tensor, values: Tensor) -> Tensor:
     """Sums ``values`` (n, cols) to rows (n,) of a new table (height, cols), in float32 at least."""
-    # in bfloat16 the sum of equal terms stays at 256 of them, in float16 at 2048
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # in bfloat16 a sum of ones stays at 256
     total = values.new_zeros(height, values.shape[1])
     if total.is_cuda:  # index_add_ adds in another order at every run, and index_put_ waits to check the places
         return torch._index_put_impl_(total, [rows], values, accumulate=True, unsafe=True)

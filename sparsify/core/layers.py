@@ -104,8 +104,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, root: Tensor | None) -> Tensor:
-        is_used = call.use is not None and call.masked in call.use.tensors
-        needs_x = is_used or ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
+        is_dense = ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
+        needs_x = is_dense or (call.use is not None and call.masked in call.use.tensors)
         ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
         ctx.call = call if needs_x else call._replace(recompute=None)
         weight = weight if call.dequantize is None else call.dequantize()

@@ -66,9 +66,8 @@ class Pass:
         """Adds up what was taken, in one operation: (capacity,), as the flat delta is."""
         grad = torch.zeros_like(like)
         if self.taken:
-            slots, grads = zip(*self.taken, strict=True)
-            values = torch.cat([own.to(grad.device) for own in grads])
-            grad.index_add_(0, torch.cat([own.to(grad.device) for own in slots]), values.to(grad.dtype))
+            slots, values = [torch.cat([own.to(grad.device) for own in part]) for part in zip(*self.taken, strict=True)]
+            grad.index_add_(0, slots, values.to(grad.dtype))
         return grad
 
 

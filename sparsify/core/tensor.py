@@ -57,8 +57,8 @@ class Use:
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self.tensors[0].name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
-            self.__del__()
-        read = [tensor for tensor in self.tensors if tensor not in self.unread] if self.unread else self.tensors
+            self._end()
+        read = [own for own in self.tensors if own not in self.unread] if self.unread else self.tensors
         return self.tensors[0].collector.begin(read, self.root, self._around)
 
     def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
@@ -66,9 +66,11 @@ class Use:
         if gradients:
             self.tensors[0].collector.collect(gradients)
 
-    def __del__(self) -> None:
+    def _end(self) -> None:
         for tensor in self.tensors:
             tensor.waiting.discard(self._number)
+
+    __del__ = _end
 
 
 @dataclass(eq=False, repr=False)

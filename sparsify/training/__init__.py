@@ -7,5 +7,5 @@ weights, entries     base + delta in the weights; buffers that others write to
 optimizer_steps      steps that have begun; optimizers made in the wrong order
 state, settings      state dicts, and what they are compared by
 export, summary      the way out: a delta, or a stream of versions; a report
-forward, compiled, quantized, distributed
+compiled, quantized, distributed
 """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsify.common.shards import is_shard
 from sparsify.core.taps import Tap
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import ModelTensor
@@ -30,12 +31,13 @@ class Forward:
 
     @cached_property
     def taps(self) -> dict[MaskedTensor, Any]:
-        """Those of all small vectors, a node for each device and dtype; under FSDP2, each has its own in its block."""
+        """Those of all small vectors, a node for each device and dtype; what FSDP2 shards has its own."""
         kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
         found: dict[MaskedTensor, Any] = {}
         with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
             for tensor in () if self._step.was_sharded else self._step.vectors:
-                kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
+                if not is_shard(tensor.parameter):  # fully_shard() of some blocks alone
+                    kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
             for tensors in kinds.values():
                 if (use := self._step.use(tensors)) is not None:
                     use.unread = self.unread

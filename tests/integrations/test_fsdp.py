@@ -180,6 +180,15 @@ def refused(rank):
     }
 
 
+def one_block_alone(rank):
+    """Only one block is sharded, whose bias cannot be in a node with those of the others."""
+    model, batches = words()
+    sparsify(model, BUDGET, steps=STEPS)
+    fully_shard(model.wide, mesh=init_device_mesh("cpu", (1,)))
+    model(**batches[0]).backward()
+    return get_engine(model).unmasked
+
+
 OWN = [rounded_in_forward, written_behind_its_back, state, followed, refused]
 
 
@@ -258,6 +267,10 @@ def steps_from_checkpoint(rank, folder, first, last):
     if saving is not None:
         saving.result()
     return {"losses": losses, "sets": unmasked_sets(model), "delta": get_engine(model).values.detach().clone()}
+
+
+def test_a_block_may_be_sharded_alone():
+    assert on_ranks(1, one_block_alone) == [-(-BUDGET // STEPS)]
 
 
 @pytest.mark.slow
