@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.common.shards import is_shard
 from sparsify.core.taps import Tap
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import ModelTensor
@@ -36,8 +35,7 @@ class Forward:
         found: dict[MaskedTensor, Any] = {}
         with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
             for tensor in () if self._step.was_sharded else self._step.vectors:
-                if not is_shard(tensor.parameter):  # fully_shard() of some blocks alone
-                    kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
+                kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
             for tensors in kinds.values():
                 if (use := self._step.use(tensors)) is not None:
                     use.unread = self.unread
