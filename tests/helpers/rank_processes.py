@@ -6,6 +6,7 @@ gloo's threads outlive ``destroy_process_group``, and may abort the process at i
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,6 +21,13 @@ def on_ranks(number, function, *args):
         multiprocessing.spawn(_run, (number, folder, function, args), nprocs=number)
         files = [Path(folder) / f"{rank}.pt" for rank in range(number)]
         return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def as_torchrun_does(rank):
+    """The environment that says how many ranks there are; the process group exists already."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
+    warnings.simplefilter("ignore")
 
 
 def _run(rank, number, folder, function, args):

@@ -2,14 +2,12 @@
 
 import contextlib
 import io
-import os
-import warnings
 
 import pytest
 import torch
 from models import build
 from oracle import unmasked_sets
-from rank_processes import on_ranks
+from rank_processes import as_torchrun_does, on_ranks
 from torch import distributed as dist
 
 from sparsify import SparseDelta, get_engine, sparsify, summary
@@ -18,13 +16,6 @@ from sparsify.integrations.checkpoints import problem_with
 from sparsify.integrations.distributed import check_ranks, keep_whole
 
 BUDGET = 60
-
-
-def as_torchrun_does(rank):
-    """The environment that says how many ranks there are; the process group exists already."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
-    warnings.simplefilter("ignore")
 
 
 def result_of(model):

@@ -1,0 +1,57 @@
+"""Fine-tune with the optimizer's state and gradients split over GPUs, or CPU processes: DeepSpeed's ZeRO, stage 2.
+
+    torchrun --standalone --nproc-per-node 2 examples/zero.py --task mrpc --budget 38000
+
+Needs ``pip install deepspeed``. Options and data are those of ``ddp.py``. What is split is small here, since only the
+entries have a state: it is for those whose training runs under DeepSpeed already.
+"""
+
+from __future__ import annotations
+
+import deepspeed
+import torch
+from classifiers import HEADS
+from ddp import accuracy, finish, parse_arguments, share_rows, start
+from text_classification import load_task
+
+from sparsify import optimizer_stepped, sparsify
+
+CONFIG = {
+    "zero_optimization": {"stage": 2},  # or 1; stage 3 splits the weights: use fsdp.py
+    "gradient_clipping": 0.0,  # DeepSpeed's own default is 1
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains on every rank; rank 0 prints, the result last as JSON."""
+    arguments = parse_arguments(arguments, __doc__)
+    device = start()
+    task = load_task(arguments)
+    training, validation, steps = share_rows(task, arguments)
+
+    # 1. One line, before DeepSpeed.
+    head = [name for name in HEADS if hasattr(task.model, name)]
+    model = task.model.to(device)
+    sparsify(model, arguments.budget, arguments.strategy, steps=steps, modules_to_save=head)
+
+    # 2. Train: DeepSpeed's optimizer moves a copy of what is trained, so that its steps are to be counted.
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), arguments.lr, weight_decay=0.0)
+    config = CONFIG | {"train_micro_batch_size_per_gpu": arguments.batch_size}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    done, epoch = 0, 0
+    while done < steps:
+        training.sampler.set_epoch(epoch)
+        engine.train()
+        for _, batch in zip(range(steps - done), training, strict=False):
+            engine.backward(engine(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
+            engine.step()
+            optimizer_stepped(model)
+            done += 1
+        epoch += 1
+
+    # 3. Save the delta.
+    finish(model, {"accuracy": accuracy(model, validation, device), "steps": done}, arguments)
+
+
+if __name__ == "__main__":
+    main()

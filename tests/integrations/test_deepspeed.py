@@ -1,0 +1,134 @@
+"""DeepSpeed's ZeRO 1 and 2 on two ranks: by its own engine, resumed from its checkpoint, and under the Trainer."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build
+from rank_models import BUDGET, STEPS, own_part, words
+from rank_processes import as_torchrun_does, on_ranks
+from trainers import make_trainer, rows_of
+
+from sparsify import SparseDelta, get_engine, optimizer_stepped, sparsify
+
+PACKAGES = ["deepspeed==0.19.8", "einops", "hjson", "msgpack", "py-cpuinfo"]
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}  # not its own 1.0
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2, "torch_adam": True}}
+
+pytestmark = pytest.mark.slow
+
+
+def entries_of(model):
+    return get_engine(model).entries.ids.tolist(), model.sparse_values.detach().clone()
+
+
+def in_one_process():
+    model, batches = words(torch.float32)
+    optimizer = torch.optim.AdamW([sparsify(model, BUDGET, steps=STEPS).sparse_values], lr=1e-2)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(**batch).backward()
+        optimizer.step()
+    return entries_of(model)
+
+
+def by_its_engine(rank, stage, optimizer, folder):
+    """A run, whose second half is made twice, by another engine the second time."""
+    import deepspeed
+
+    found = []
+    for first in (0, STEPS // 2):
+        model, batches = words(torch.float32)
+        sparsify(model, BUDGET, steps=STEPS)
+        own = None if optimizer else torch.optim.AdamW([model.sparse_values], lr=1e-2)
+        config = CONFIG | {"zero_optimization": {"stage": stage}} | ({"optimizer": ADAMW} if optimizer else {})
+        parameters = [model.sparse_values] if optimizer else None
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, model_parameters=parameters, config=config)
+        if first:
+            engine.load_checkpoint(folder)
+        for step, batch in enumerate(batches[first:], first):
+            engine.backward(engine(**own_part(batch, rank)))
+            engine.step()
+            optimizer_stepped(model)
+            if step + 1 == STEPS // 2:
+                engine.save_checkpoint(folder)
+        found.append((entries_of(model), SparseDelta.from_model(model).num_entries))
+    return found
+
+
+def by_the_trainer(rank, folder, ranks=2):
+    model = sparsify(build("bert")[0], BUDGET)  # without dropout
+    config = {**CONFIG, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}} if ranks > 1 else None
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = make_trainer(
+            model, folder, rows_of(), per_device_train_batch_size=4 // ranks, save_strategy="no", max_grad_norm=0.0,
+            deepspeed=config,
+        )  # fmt: skip
+        trainer.train()
+    return entries_of(model)
+
+
+def on_a_rank(rank, folder):
+    as_torchrun_does(rank)
+    runs = [(1, ""), (2, ""), (2, "its own")]
+    by_its_own = [by_its_engine(rank, *run, folder / str(number)) for number, run in enumerate(runs)]
+    return by_its_own, by_the_trainer(rank, str(folder))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder with DeepSpeed, for the ranks alone: libraries that find it import it."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", folder]
+    install = subprocess.run([*pip, *PACKAGES], capture_output=True, text=True, check=False)
+    if install.returncode:
+        pytest.skip(f"pip cannot get {PACKAGES[0]}: {install.stderr.strip().splitlines()[-1]}")
+    kernels = folder / "deepspeed" / "ops" / "op_builder" / "cpu" / "comm.py"  # it would compile them for a minute
+    kernels.write_text(kernels.read_text().replace("super().is_compatible(verbose)", "False"))  # gloo sends instead
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two(package, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(package)
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        return on_ranks(2, on_a_rank, tmp_path_factory.mktemp("runs"))
+
+
+def test_a_run_is_that_of_one_process_and_goes_on_from_a_checkpoint(two):
+    ids, values = in_one_process()
+    for runs, _ in two:
+        for whole, resumed in runs:
+            assert (whole[0][0], whole[1]) == (ids, BUDGET)
+            torch.testing.assert_close(whole[0][1], values, rtol=0, atol=1e-7)
+            assert resumed[0][0] == ids
+            assert resumed[0][1].equal(whole[0][1])
+
+
+def test_the_trainer_counts_its_steps(two, tmp_path):
+    ids, values = by_the_trainer(0, str(tmp_path), ranks=1)
+    for _, (own_ids, own_values) in two:
+        assert set(own_ids) == set(ids)
+        torch.testing.assert_close(own_values, values, rtol=1e-3, atol=1e-4)
+
+
+def test_the_example_trains_one_delta(package, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "a fine film", "label": label}) + "\n" for label in (0, 1) * 4))
+    script = Path(__file__).parents[2] / "examples" / "zero.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += ["--train-file", str(rows), "--validation-file", str(rows), "--batch-size", "4", "--epochs", "2"]
+    command += ["--budget", "200", "--out", str(tmp_path / "delta")]
+    path = os.pathsep.join([package, *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert (result["ranks"], result["entries"], result["steps"]) == (2, 200, 2)
+    assert SparseDelta.load(tmp_path / "delta").num_entries == 200
