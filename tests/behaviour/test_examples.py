@@ -155,7 +155,7 @@ def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, optio
 )
 def test_several_ranks_train_one_delta(name, ranks, copies, steps, files, tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(ranks)]  # finds no GPU, and goes on
+    accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(ranks)]
     command = [sys.executable, "-m", *(accelerate if name == "ddp" else torchrun)]
     options = ["--epochs", "2", "--budget", "200", "--out", str(tmp_path / "delta")]
     options += ["--copies", str(copies)] if copies else []

@@ -22,4 +22,4 @@ def test_a_random_program_is_the_oracle(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["DDP", "HSDP", "TP, DDP", "TP, FSDP2"])
 def test_a_random_program_on_two_times_two_ranks_is_the_oracle(engine):
-    on_ranks(4, run_all, engine, [*range(5), 30])  # 30 has entries of -0.0 in its first set
+    on_ranks(4, run_all, engine, [*range(3), 30])  # 30 has entries of -0.0 in its first set
