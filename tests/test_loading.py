@@ -9,7 +9,8 @@ import torch
 from limits import needs_limits, within_limits
 from models import build, train
 from requirements import needs_transformers_5
-from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification
+from trainers import WORDS, tokenizer
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM, BertForSequenceClassification, pipeline
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, load_model, sparsify
 
@@ -55,6 +56,8 @@ def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
     model = load_model(base, tmp_path / "delta")
     assert type(model) is BertForSequenceClassification
     assert torch.equal(logits(model, batches), expected)
+    (answer,) = pipeline("text-classification", model=model, tokenizer=tokenizer())(WORDS[0])
+    assert answer["label"] in LABELS.values()
     assert model.config.id2label == LABELS
     assert model.config.label2id == {"no": 0, "maybe": 1, "yes": 2, "so-so": 3}
     assert delta.config["base_dtypes"] == ["float32"]
