@@ -21,6 +21,7 @@ from sparsify.loading import load_model
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
+from peft.utils.hotswap import hotswap_adapter  # noqa: E402
 
 from sparsify.peft import SparseConfig  # noqa: E402
 
@@ -67,9 +68,13 @@ def same(model, *others):
     return all(torch.equal(logits(model), logits(other)) for other in others)
 
 
-def test_it_is_sparsify_to_the_bit_and_no_second_copy_of_a_weight(base, capsys):
-    model, plain = base(), sparsify(base(), BUDGET, steps=STEPS, target_modules=TARGETS)
-    wrapped = get_peft_model(model, config())
+OTHER = {"strategy": Strategy(D3(exp=1), Increment(select="first")), "schedule": "early", "exclude_modules": ["mlp"]}
+
+
+@pytest.mark.parametrize("changes", [{}, {**OTHER, "target_modules": None}], ids=["", "other settings"])
+def test_it_is_sparsify_to_the_bit_and_no_second_copy_of_a_weight(changes, base, capsys):
+    model, plain = base(), sparsify(base(), BUDGET, **{"steps": STEPS, "target_modules": TARGETS, **changes})
+    wrapped = get_peft_model(model, config(**changes))
     assert wrapped.get_base_model() is model
     assert [n for n, p in wrapped.named_parameters() if p.requires_grad] == ["base_model.model.sparse_values"]
     assert sum(p.numel() for p in wrapped.parameters()) == sum(p.numel() for p in plain.parameters())
@@ -212,6 +217,55 @@ def test_training_goes_on_from_a_delta_with_the_entries_in_another_order(strateg
         assert same(again, base())
 
 
+def test_what_of_peft_cannot_work_is_refused_by_name(base, tmp_path):
+    model = adapted(base)
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "other")
+    batch = BATCHES[0]["input_ids"]
+    with pytest.raises(
+        SparsifyError, match=r"adapter_names=.*'other'.* for the rows of a batch: one adapter is active"
+    ):
+        model(batch, adapter_names=["default", "other"] * (len(batch) // 2))
+    with pytest.raises(ValueError, match="not compatible with the `PeftMixedModel`"):
+        get_peft_model(base(), config(), mixed=True)
+    with pytest.raises(ValueError, match="Hotswapping only supports LORA but SPARSIFY was passed"):
+        hotswap_adapter(model, tmp_path, "default", torch_device="cpu")
+    with pytest.raises(SparsifyError, match="the number of training steps is not known"):
+        train(get_peft_model(base(), config(steps=None)))
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "compile", "kbit"])
+def test_it_trains_in_what_peft_users_wrap_around_a_model_and_before_it(how, base, tmp_path):
+    start = base()
+    if how == "kbit":
+        start = peft.prepare_model_for_kbit_training(start)
+    if how == "checkpointing":
+        start.gradient_checkpointing_enable()
+    model = get_peft_model(start, config())
+    runs = torch.compile(model, backend="eager") if how == "compile" else model
+    train(runs)
+    assert torch.allclose(logits(runs), logits(adapted(base)), atol=1e-6)
+    runs.save_pretrained(tmp_path)
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path))
+
+
+def test_a_quantized_base_is_trained_saved_and_disabled_and_not_merged_into(base, tmp_path):
+    def packed():
+        return quantize(base(), "nf4")
+
+    model = get_peft_model(peft.prepare_model_for_kbit_training(packed()), config())
+    train(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(packed(), tmp_path)
+    assert torch.allclose(logits(again), logits(model), atol=1e-6)
+    assert not torch.allclose(logits(again), logits(packed()), atol=1e-3)
+    for each in (model, again):
+        with each.disable_adapter():
+            assert same(each, packed())
+    with pytest.raises(SparsifyError, match=r"are quantized .bitsandbytes nf4., and cannot be written into"):
+        model.merge_and_unload()
+
+
 def test_differences_from_a_quantized_base_go_on_exactly(base, tmp_path):
     half = get_peft_model(quantize(base(), "int8"), config())
     train(half, slice(3))
@@ -315,6 +369,13 @@ def test_a_second_adapter_trains_in_place_of_the_first_which_goes_on_later(base)
     with pytest.raises(SparsifyError, match="expected 1 to"):
         model.set_adapter("large")  # the first one goes on
     model.add_adapter("two", config())
+    model.add_weighted_adapter(["default"], [2.0], "twice")
+    model.set_adapter("twice")
+    before = logits(model)
+    with pytest.raises(SparsifyError, match="expected 1 to"):
+        model.set_adapter("large")
+    assert torch.equal(logits(model), before)
+    model.set_adapter("default")
     before = logits(model.get_base_model())
     model.set_adapter("two")
     assert same(model, base())

@@ -1,7 +1,6 @@
 """Optional dependencies: imported here, with an error that names the extra to install where one is missing."""
 
 import importlib
-import importlib.util
 import sys
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
@@ -30,11 +29,8 @@ def import_after(module: str, other: str) -> None:
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != module:
             return None
-        sys.meta_path.remove(finder)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, finder)
+        specs = (each.find_spec(name, path, target) for each in sys.meta_path if each is not finder)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

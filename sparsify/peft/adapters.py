@@ -12,8 +12,9 @@ has learned is no part of the model's state dict, whose weights hold it: it is l
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,21 +42,19 @@ _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the co
 class SparseAdapter(nn.Module):
     """One adapter: its config and, unless it is in training, its delta."""
 
-    def __init__(self, name: str, config: Any, layer: "SparseAdapters") -> None:
+    def __init__(self, config: Any, load: Callable[[SparseDelta], None]) -> None:
         super().__init__()
-        self.name, self.config, self.trains = name, config, not config.inference_mode
-        self.delta = SparseDelta({})
-        self._layer = (layer,)  # no submodule
+        self.config, self.trains, self.delta, self._load = config, not config.inference_mode, SparseDelta({}), load
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         if state.numel():
-            self._layer[0].take(self.name, _renamed(SparseDelta(*from_blob(state.cpu())), self.name))
+            self._load(SparseDelta(*from_blob(state.cpu())))
 
 
-class SparseAdapters(nn.Module, BaseTunerLayer):
+class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn.Sequential
     """The adapters of a model, by name, and what switches between them."""
 
     adapter_layer_names = (DELTAS,)
@@ -74,16 +73,13 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         self._switch = DeltaSwitch(root)
         self._disable_adapters, self._active_adapter, self.merged_adapters = False, [], []
 
-    def forward(self, inputs: Any) -> Any:
-        return inputs  # in a model that is an nn.Sequential
-
     def get_base_layer(self) -> nn.Module:
         return self.root
 
     def add(self, name: str, config: Any, *, active: bool) -> None:
         """Adds an adapter, which has learned nothing until something is loaded; an active one that trains begins."""
         twin = next((other for other, adapter in self.sparse_values.items() if adapter.config is config), None)
-        adapter = self.sparse_values[name] = SparseAdapter(name, config, self)
+        adapter = self.sparse_values[name] = SparseAdapter(config, partial(self.load, name))
         if self.live is None:
             self._freeze()
         if name == _REFERENCE and twin is not None:
@@ -91,6 +87,14 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             self.take(name, self.delta_of(twin))
         if active:
             self.set_adapter(name)
+
+    def load(self, name: str, delta: SparseDelta) -> None:
+        """Gives an adapter the delta in its file, where a LoRA's matrices may be called by another adapter's name."""
+        for old, settings in delta.config.get(PEFT_KEY, {}).items():
+            place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
+            whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
+            delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
+        self.take(name, delta)
 
     def take(self, name: str, delta: Any) -> None:
         """Gives an adapter a delta, its own or that of others, or a sum; raises where the model is not its base."""
@@ -123,12 +127,11 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._show(None)
-        if adapter_name == self.live:
-            self._end()
-        elif adapter_name in self._switch:
+        if adapter_name in self._switch:
             with self._plain() as switch:
                 switch.detach(adapter_name)
-        self._unwrap()
+        if self.live in (adapter_name, None):
+            self._end()
         del self.sparse_values[adapter_name]
         others = [name for name in self.active_adapters if name != adapter_name]
         self.set_adapter(others or list(self.sparse_values)[:1])
@@ -209,12 +212,6 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         for layer in self._lora:  # low_cpu_mem_usage would round what is loaded
             layer._move_adapter_to_device_of_base_layer = self._move_adapter_to_device_of_base_layer
 
-    def _unwrap(self) -> None:
-        for name, module in list(self.root.named_modules()):
-            if module in self._lora:
-                self.root.set_submodule(name, module.get_base_layer())
-        self._lora = []
-
     def _show(self, name: str | None) -> None:
         """Puts an adapter's values into the weights, or the base's; one that trains begins, if it has not."""
         if name is not None and name != self.live and self.sparse_values[name].trains:
@@ -222,17 +219,13 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         if name == self.shown:
             return
         self._take_out()
+        if self.live is not None and self.shown == self.live:
+            self._trained, self.shown = self._engine.weights.make_base(), None
         with self._plain() as switch:
-            switch.deactivate()
-        if self.live is not None and name != self.live and self._trained is None:
-            self._trained = self._engine.weights.make_base()
-        elif name == self.live and self._trained is not None:
+            switch.activate(name) if name is not None and name in switch else switch.deactivate()
+        if self._trained is not None and name == self.live:
             self._engine.weights.make_trained(self._trained)
             self._trained = None
-        self.shown = name if name == self.live else None
-        if name is not None and name in self._switch:
-            with self._plain() as switch:
-                switch.activate(name)
         self.shown = name
 
     @contextmanager
@@ -258,7 +251,7 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
 
     def _begin(self, name: str) -> None:
         """Has an adapter train, in place of what is in training; nothing changes if that fails."""
-        before = self.live
+        before, shown = self.live, self.shown
         if before is not None:
             self.sparse_values[before].delta = self.delta_of(before)
             self._end()
@@ -266,12 +259,10 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
             with self._plain():  # sparsify() would take no quantized weights of a PEFT model
                 self._start(name)
         except BaseException:
-            if self.live is not None:
-                self._end()
-            self._unwrap()
-            self._freeze()
+            self._end()
             if before is not None:
                 self._begin(before)
+            self._show(shown)
             raise
 
     def _start(self, name: str) -> None:
@@ -324,10 +315,15 @@ class SparseAdapters(nn.Module, BaseTunerLayer):
         held[: engine.unmasked] = torch.cat(values)
 
     def _end(self) -> None:
-        """Ends the training of what is in training; the weights are the base's then."""
+        """Ends the training of what is in training: the model is the base then, without a LoRA, and frozen."""
         self._show(None)
-        uninstall(self._engine, dequantize=False)
+        if self.live is not None:
+            uninstall(self._engine, dequantize=False)
         self.live = self._trained = None
+        for name, module in list(self.root.named_modules()):
+            if module in self._lora:
+                self.root.set_submodule(name, module.get_base_layer())
+        self._lora = []
         self._freeze()
 
     def _freeze(self) -> None:
@@ -345,12 +341,3 @@ def _single(names: Sequence[str]) -> str | None:
         sums = "DeltaSwitch.activate(names) takes several deltas, and their sum is a delta: a + 0.5 * b."
         raise SparsifyError(f"the adapters {names} cannot be active together; take one of them. {sums}")
     return next(iter(names), None)
-
-
-def _renamed(delta: SparseDelta, name: str) -> SparseDelta:
-    """The same delta, with a LoRA's matrices as they are called in an adapter of another name."""
-    for old, settings in delta.config.get(PEFT_KEY, {}).items():
-        place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
-        whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
-        delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
-    return delta

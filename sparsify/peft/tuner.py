@@ -1,6 +1,7 @@
 """What PEFT asks of a method: adapters are injected, saved, loaded and merged through this class."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ class SparseModel(BaseTuner):
     prefix = DELTAS  # also of the flat delta, so that TRL leaves it out where it copies weights to an engine
     tuner_layer_cls = SparseAdapters
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012
+    _create_and_replace: Any = None  # which only PEFT's inject_adapter() calls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds an adapter; a model's first one is active. If that fails, the model is what it was."""
@@ -56,8 +58,7 @@ class SparseModel(BaseTuner):
             layer.add(adapter_name, config, active=is_first)
         except BaseException:
             for module, own in children.items():  # without the layer, and PEFT's wrappers
-                module._modules.clear()
-                module._modules.update(own)
+                module._modules = own
             for parameter, requires_grad in flags:
                 parameter.requires_grad_(requires_grad)
             raise
@@ -94,8 +95,12 @@ class SparseModel(BaseTuner):
         self.inject_adapter(self.model, adapter_name)
         layer.take(adapter_name, total)
 
-    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError  # PEFT's inject_adapter() would call it
+    def _enable_peft_forward_hooks(self, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+        """Refuses a batch of several adapters, all of which PEFT would run by the active one."""
+        if adapter_names is not None:
+            problem = f"adapter_names={adapter_names!r:.100} for the rows of a batch: one adapter is active at a time"
+            raise SparsifyError(f"{problem}; call set_adapter(name), and the model with the rows of that one.")
+        return nullcontext()
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]

@@ -261,10 +261,8 @@ class AllocatedPolicy(IncrementPolicy):
 
 def target_of(policy: Policy, step: int) -> int:
     """Number of entries unmasked after an optimizer step, from 0, by the schedule of increment-S."""
-    budgets = [policy.budget - policy.kept]
-    if isinstance(policy, AllocatedPolicy):
-        budgets = [budget for _, budget in policy.groups()]
-    return policy.kept + sum(policy.schedule.target(step, policy.steps or 0, budget) for budget in budgets)
+    groups = policy.groups() if isinstance(policy, AllocatedPolicy) else [((), policy.budget - policy.kept)]
+    return policy.kept + sum(policy.schedule.target(step, policy.steps or 0, budget) for _, budget in groups)
 
 
 def policy_of(strategy: Strategy) -> Any:

@@ -53,6 +53,26 @@ def client(hub, tmp_path, request):
     return run
 
 
+def test_peft_pushes_a_sparse_adapter_that_is_loaded_by_its_id(hub, client):
+    client(f"""
+from peft import PeftModel, get_peft_model
+from sparsify.peft import SparseConfig
+from transformers import BertForSequenceClassification as Bert
+
+def base():
+    torch.manual_seed(0)
+    return Bert.from_pretrained("base")
+
+model = get_peft_model(base(), SparseConfig(budget=60, target_modules=["query"], task_type="SEQ_CLS"))
+make_trainer(model, "out", callbacks=[], max_steps=4).train()
+model.push_to_hub("{REPO}")
+inputs = {{key: value for key, value in build("bert")[1][0].items() if key != "labels"}}
+for again in (PeftModel.from_pretrained(base(), "{REPO}"), Bert.from_pretrained("{REPO}")):
+    assert torch.equal(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+""")
+    assert set(hub.repos[REPO].files()) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+
+
 def test_the_hub_has_the_delta_while_training_goes_on_and_an_ordinary_model_at_the_end(hub, client):
     client("""
 trainer = run("out", "every_save")

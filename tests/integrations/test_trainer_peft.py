@@ -44,7 +44,8 @@ def wrapped(bert):
 
 @torch.no_grad()
 def scores(model, name="bert"):
-    return model.eval()(**build(name)[1][0]).logits
+    inputs = {key: value for key, value in build(name)[1][0].items() if key != "labels"}
+    return model.eval()(**inputs).logits
 
 
 def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrapped, bert, tmp_path):
@@ -116,12 +117,13 @@ def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, b
         save_checkpoint(model, run.args, run.state, folder)
 
 
-def trl_trainer(method, model, folder, columns, **options):
+def trl_trainer(method, model, folder, columns, settings=None, **options):
     trl = pytest.importorskip("trl")
     kind = partial(getattr(trl, f"{method}Trainer"), processing_class=tokenizer(), **options)
     rows = {name: sentences(24, 5, seed) for seed, name in enumerate(columns)}
     data, kinds = pytest.importorskip("datasets").Dataset.from_dict(rows), (kind, getattr(trl, f"{method}Config"))
-    return make_trainer(model, folder, data, callbacks=[], kind=kinds, bf16=False, max_length=12)
+    settings = {"max_length": 12} if settings is None else settings
+    return make_trainer(model, folder, data, callbacks=[], kind=kinds, bf16=False, **settings)
 
 
 @pytest.mark.parametrize(("method", "columns"), [("SFT", ["text"]), ("DPO", ["prompt", "chosen", "rejected"])])
@@ -132,6 +134,8 @@ def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
     run.train()
     assert steps_done(run.model) == (STEPS, BUDGET)
     assert getattr(run, "ref_model", None) is None
+    margins = [log["rewards/margins"] for log in run.state.log_history if "rewards/margins" in log]
+    assert not margins or margins[0] == 0 != margins[-1]  # of DPO, whose reference is the base
     run.save_model(tmp_path / "final")
     served = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
@@ -139,6 +143,43 @@ def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
     again = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(get_engine(again.model).values, get_engine(run.model).values)
+
+
+def test_a_reward_model_of_trl_trains_its_head_too(folders, tmp_path):
+    config = SparseConfig(budget=BUDGET, target_modules=TARGETS, task_type="SEQ_CLS")
+
+    def model():
+        torch.manual_seed(0)
+        options = {"num_labels": 1, "pad_token_id": 0}
+        return hf.LlamaForSequenceClassification.from_pretrained(folders["llama"], **options)
+
+    run = trl_trainer("Reward", model(), tmp_path, ["chosen", "rejected"], peft_config=config)
+    run.train()
+    assert steps_done(run.model) == (STEPS, BUDGET)
+    run.save_model(tmp_path / "final")
+    served = peft.PeftModel.from_pretrained(model(), tmp_path / "final")
+    assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
+    before, after = dict(model().named_parameters()), run.model.merge_and_unload().named_parameters()
+    changed = {name.split(".")[-2] for name, parameter in after if not torch.equal(parameter, before[name])}
+    assert {"score"} < changed <= {"score", *TARGETS}
+
+
+@pytest.mark.slow
+def test_grpo_leaves_the_base_which_it_measures_without_a_second_model(llama, tmp_path):
+    def variety(completions, **columns):
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    model = llama()
+    for parameter in model.parameters():
+        parameter.data.mul_(10 if parameter.dim() > 1 else 1)  # so that samples differ
+    options = {"peft_config": SparseConfig(budget=BUDGET, target_modules=TARGETS), "reward_funcs": variety}
+    settings = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+    run = trl_trainer("GRPO", model, tmp_path, ["prompt"], settings, **options)
+    run.train()
+    assert steps_done(run.model) == (STEPS, BUDGET)
+    assert run.ref_model is None
+    divergences = [log["kl"] for log in run.state.log_history if "kl" in log]
+    assert divergences[0] == 0 < divergences[-1]
 
 
 def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(llama, tmp_path):
