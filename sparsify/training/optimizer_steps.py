@@ -77,6 +77,10 @@ NOT_SYNCED = (
     "sync_ref_model=True would mix parameters that do not correspond: pass callbacks=[SparsifyCallback()], with which "
     "the reference is the base and follows the model."
 )
+NOT_QUANTIZED = (
+    "the trainer's reference is a second model, which is not quantized as this one is: pass "
+    "callbacks=[SparsifyCallback()], with which it is the base, or a ref_model that was loaded in the same way."
+)
 _MOVES = 3  # without a counted step; SAM makes one or two
 FROZEN = (
     "`sparse_values` does not require grad: all parameters were frozen after sparsify(), as by get_peft_model(), "
@@ -166,12 +170,16 @@ def note_counted(step: TrainingStep) -> None:
         each.counted.add(step)
 
 
-def _check_reference() -> None:
-    """Raises where a trainer of TRL's steps that is to mix the model into a second one, its reference."""
+def _check_reference(step: TrainingStep) -> None:
+    """Raises where a trainer of TRL's mixes the model into a second one, its reference; warns if it is unquantized."""
     for trainer in (frame.f_locals.get("self") for frame, _ in walk_stack(None)):
-        synced = getattr(getattr(trainer, "args", None), "sync_ref_model", False) is True
-        if synced and type(getattr(trainer, "ref_model", None)).__name__ not in ("NoneType", "BaseReference"):
+        reference = getattr(trainer, "ref_model", None)
+        if type(reference).__name__ in ("NoneType", "BaseReference"):
+            continue
+        if getattr(getattr(trainer, "args", None), "sync_ref_model", False) is True:
             raise SparsifyError(NOT_SYNCED)
+        if any(tensor.is_quantized for tensor in step.tensors) and not getattr(reference, "is_quantized", False):
+            warnings.warn(NOT_QUANTIZED, stacklevel=2)
 
 
 def warn_of_unreached(step: TrainingStep) -> None:
@@ -206,7 +214,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if hasattr(step, "source"):
                 step.weights.adopt_touched(step.base_digests)  # type: ignore[attr-defined]  # an Engine
             if step.reached is not None:  # until the first step
-                _check_reference()
+                _check_reference(step)
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
             if getattr(step, "was_sorted", False) and optimizer.state.get(values):

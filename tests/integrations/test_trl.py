@@ -179,11 +179,15 @@ def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_ke
 
 
 def test_the_reference_of_a_quantized_model_is_quantized(base, tmp_path):
-    model = sparsify(quantize(load(base), "nf4"), BUDGET, target_modules="all-linear")
-    trainer = dpo(model, tmp_path, save_strategy="no")
+    def sparse():
+        return sparsify(quantize(load(base), "nf4"), BUDGET, steps=STEPS, target_modules="all-linear")
+
+    trainer = dpo(sparse(), tmp_path, save_strategy="no")
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
     assert len(set(losses(trainer))) == STEPS
+    with pytest.warns(UserWarning, match=r"not quantized as this one is: pass callbacks=\[SparsifyCallback\(\)\]"):
+        dpo(sparse(), tmp_path, save_strategy="no", callbacks=[]).train()
 
 
 def test_a_peft_config_is_refused_by_its_name(base, tmp_path):
