@@ -78,8 +78,19 @@ def lose_a_rank(rank, folder, engine, how):
         raise
 
 
-@pytest.mark.parametrize("how", ["killed in forward", "raising in backward", "stalling in backward", "killed in step"])
-@pytest.mark.parametrize("engine", RANKS)
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [
+        ("DDP", "raising in backward"),
+        ("DDP", "stalling in backward"),
+        ("FSDP2", "killed in forward"),
+        ("FSDP2", "killed in step"),
+        ("HSDP", "killed in forward"),
+        ("HSDP", "stalling in backward"),
+        ("TP", "raising in backward"),
+        ("TP", "killed in step"),
+    ],
+)
 def test_the_others_end_with_an_error_and_no_wrong_step(engine, how, tmp_path):
     processes = multiprocessing.spawn(lose_a_rank, (tmp_path, engine, how), RANKS[engine], join=False).processes
     for process in processes:

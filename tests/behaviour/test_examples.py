@@ -147,9 +147,7 @@ def test_adapters_train_dense_and_pruned(example, files, tmp_path, script, optio
     ("name", "ranks", "copies", "steps"),
     [
         ("ddp", 2, 0, 4),
-        ("fsdp", 2, 1, 4),
         ("fsdp", 4, 2, 2),
-        ("tensor_parallel", 2, 1, 8),
         ("tensor_parallel", 4, 2, 4),
     ],
 )
