@@ -29,8 +29,8 @@ def import_after(module: str, other: str) -> None:
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != module:
             return None
-        specs = (each.find_spec(name, path, target) for each in sys.meta_path if each is not finder)
-        spec = next(filter(None, specs), None)
+        others = [each for each in sys.meta_path if each is not finder and hasattr(each, "find_spec")]
+        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
