@@ -375,6 +375,11 @@ def test_a_second_adapter_trains_in_place_of_the_first_which_goes_on_later(base)
     with pytest.raises(SparsifyError, match="expected 1 to"):
         model.set_adapter("large")
     assert torch.equal(logits(model), before)
+    model.merge_adapter()
+    model.delete_adapter("large")  # what is merged stays merged
+    assert model.get_model_status().merged_adapters == ["twice"]
+    assert torch.equal(logits(model), before)
+    model.unmerge_adapter()
     model.set_adapter("default")
     before = logits(model.get_base_model())
     model.set_adapter("two")

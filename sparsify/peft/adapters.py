@@ -126,11 +126,12 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         return delta
 
     def delete_adapter(self, adapter_name: str) -> None:
-        self._show(None)
+        if adapter_name in (self.shown, self.live):  # else what is merged stays merged
+            self._show(None)
         if adapter_name in self._switch:
             with self._plain() as switch:
                 switch.detach(adapter_name)
-        if self.live in (adapter_name, None):
+        if adapter_name == self.live or self._lora:
             self._end()
         del self.sparse_values[adapter_name]
         others = [name for name in self.active_adapters if name != adapter_name]
