@@ -152,9 +152,10 @@ class Mixing(TrainerCallback):
 SYNCED = {"save_strategy": "no", "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6, "sync_ref_model": True}
 
 
-def test_a_reference_that_is_synced_follows_the_trained_values(base, tmp_path):
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_reference_that_is_synced_follows_the_trained_values(kind, base, tmp_path):
     model, mixing, tokens = sparsify(load(base), BUDGET), Mixing(load(base)), torch.arange(8)[None]
-    trainer = dpo(model, tmp_path, callbacks=[SparsifyCallback(), mixing], **SYNCED)
+    trainer = TRAINERS[kind](model, tmp_path, callbacks=[SparsifyCallback(), mixing], beta=0.3, **SYNCED)
     for _ in range(2):
         trainer.train()
         torch.testing.assert_close(trainer.ref_model(tokens).logits, mixing.model(tokens).logits, rtol=1e-5, atol=1e-5)

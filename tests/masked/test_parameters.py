@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sparsify import desparsify, sparsify, summary
+from sparsify import SparseDelta, desparsify, sparsify, summary
 from sparsify.errors import SparsifyError
 
 DIM = 4
@@ -257,9 +257,12 @@ def test_a_module_may_checkpoint_over_its_own_parameter_after_the_budget_is_spen
 
 def test_buffers_can_still_be_resized_in_place():
     model = nn.Linear(DIM, DIM)
-    model.register_buffer("seen", torch.empty(0))
+    model.register_buffer("seen", torch.ones(3))
+    tuned = copy.deepcopy(model)
+    nn.init.zeros_(tuned.weight)
+    SparseDelta.diff(model, tuned, progress=False)
     sparsify(model, 5, "pafi")
-    assert model.seen.resize_(7).numel() == 7
+    assert model.seen.resize_(7).numel() == tuned.seen.resize_(7).numel() == 7
 
 
 def test_a_parameter_that_is_replaced_for_good_is_refused_by_name():
