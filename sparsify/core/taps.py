@@ -40,7 +40,7 @@ def tap(parameter: Any, tensor: MaskedTensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
             read = parameter.detach()
         read = read if use is None else Tap.apply(read, use, use.root)
-    read._is_param = True  # to isinstance(), as get_parameter() asks
+    read._is_param = read.is_tap = True  # a parameter to isinstance(), as get_parameter() asks; and what has read it
     return read
 
 
@@ -74,7 +74,7 @@ class ReadParameters(dict[str, Any]):
         return tap(parameter, tensor) if is_use else parameter
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:
-        if isinstance(getattr(getattr(parameter, "grad_fn", None), "use", None), Use) or hasattr(parameter, "is_tap"):
+        if hasattr(parameter, "is_tap"):
             parameter = self.tensors[attribute].parameter  # functional_call() puts back what it has read
         super().__setitem__(attribute, parameter)
         is_masked = attribute in self.__dict__.get("tensors", ())  # there are none while it is unpickled

@@ -77,7 +77,7 @@ class CompiledGraphs:
 
     def tap(self, tensor: ModelTensor, parameter: Tensor) -> Tensor:
         read: Any = self._use("tap", None, parameter.detach(), None, tensor, None)
-        read._is_param = True  # as in core/taps.py
+        read._is_param = read.is_tap = True  # as in core/taps.py
         return read
 
     def _use(self, kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:

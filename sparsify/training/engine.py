@@ -78,6 +78,7 @@ class Engine(TrainingStep):
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
         self._forwards, self.vectors = Forwards(), vectors(plan.tensors)
+        self.shared_tap = self._forwards.tap
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
         self.warned_of_read = False
@@ -92,10 +93,12 @@ class Engine(TrainingStep):
     def __getstate__(self) -> dict[str, Any]:
         open_now: dict[str, Any] = {"_passes": {}, "_begun": {}, "passes": 0, "paused": False}
         open_now["_had_dropped"] = self._has_dropped()
-        return {**self.__dict__, **open_now, "_lock": None, "_forwards": None, "current_root": None}
+        unset = dict.fromkeys(("_lock", "_forwards", "shared_tap", "current_root"))
+        return {**self.__dict__, **open_now, **unset}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _forwards=Forwards())
+        self.shared_tap = self._forwards.tap
         listen(self)
 
     def start(self, selected: Tensor) -> None:
@@ -171,7 +174,6 @@ class Engine(TrainingStep):
         else:
             check_not_exported()
             with torch._C.DisableTorchFunctionSubclass():  # for reads of masked parameters
-                self.weights.freeze()
                 self.refresh()
             super().root_anchor()
             self._forwards.running.append(Forward(self))
@@ -193,9 +195,6 @@ class Engine(TrainingStep):
             return self.current_root.output
         check_not_exported()
         return super().root_anchor()
-
-    def shared_tap(self, tensor: Any) -> Tensor | None:
-        return None if tensor.dormant else self._forwards.tap(tensor)
 
     # -------------------------------------------------------------------------------- backward
 
@@ -324,8 +323,12 @@ class Engine(TrainingStep):
         check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
 
-    def catch_up(self, *, by_value: bool = False) -> None:
-        """Catches up with an optimizer step that was interrupted, and with buffers that were written to."""
+    def catch_up(self, *, by_value: bool = False) -> bool:
+        """Catches up with interrupted steps, and what was written to; whether nothing shows that there is any."""
+        are_others = by_value or self.weights.loaded or self.entries.written or optimizer_steps.has_uncounted_step(self)
+        if not are_others and self.weights.are_as_left():
+            self._mask_dropped()
+            return True
         if self.entries.values.is_meta:
             raise SparsifyError(OFFLOADED.format(name=VALUES))
         if optimizer_steps.has_uncounted_step(self):
@@ -337,21 +340,22 @@ class Engine(TrainingStep):
             self.state_loaded(has_entries=self.loading[0])
         self.weights.adopt_touched(self.base_digests)
         if not self.entries.catch_up(by_value=by_value):
-            if self.selected:
-                self._mask_dropped()
-            return
+            self._mask_dropped()
+            return False
         check_trained(self, "a state was loaded")
         if self.entries.problem() is not None:
             average = "Do not average them (use_buffers=False; in an EMA of your own copy_() the buffers())."
             cast = "Nor cast: model.type() casts them, model.to() does not."
             raise SparsifyError(f"the entries were written to, and make no sense any more. {average} {cast}")
         self.state_loaded()
+        return False
 
     def refresh(self) -> None:
         """Brings the weights in step with the flat delta."""
-        self.catch_up()
+        if not (as_left := self.catch_up()):
+            self.weights.freeze()
         writes = self.weights.writes
-        self.weights.refresh()
+        self.weights.refresh(as_left)
         if self.weights.writes > writes:  # what has moved the flat delta may have written into the buffers, too
             self.catch_up(by_value=True)
             self._moves += bool(self.passes)
@@ -360,7 +364,7 @@ class Engine(TrainingStep):
 
     def _mask_dropped(self) -> None:
         """Masks again what the step in progress has unmasked, if the gradient was dropped."""
-        if self.paused or self._passes:
+        if self.paused or self._passes or not self.selected:
             return
         with self._lock:  # of several threads that run forward, one masks them
             if self._has_dropped():

@@ -73,6 +73,12 @@ class ModelEntries(Entries):
         buffers: dict[str, Any] = self.root._buffers
         self._seen = [(name, buffers[name], buffers[name]._version) for name in BUFFERS]
 
+    @property
+    def written(self) -> list[str]:
+        """The buffers that something else has written to, or replaced."""
+        buffers = self.root._buffers
+        return [name for name, seen, known in self._seen if buffers[name] is not seen or seen._version != known]
+
     def append(self, ids: Tensor, base: Tensor, counts: Sequence[int]) -> None:
         added = torch.stack([torch.full_like(ids[:1].sum(), ids.numel()), checksum(ids, self.count)])
         super().append(ids, base, counts)
@@ -102,8 +108,7 @@ class ModelEntries(Entries):
 
     def catch_up(self, *, by_value: bool = False) -> bool:
         """Takes in the steps that something else has written, as a copy's; whether the entries are others now."""
-        buffers = self.root._buffers
-        written = [name for name, seen, known in self._seen if buffers[name] is not seen or seen._version != known]
+        written = self.written
         if not written and not by_value:
             return False
         step, updates, count, _ = self.root.get_buffer(POSITION).tolist()

@@ -55,11 +55,11 @@ class Forwards(threading.local):
     def __init__(self) -> None:
         self.running: list[Forward] = []
 
-    def tap(self, tensor: MaskedTensor) -> Tensor | None:
+    def tap(self, tensor: ModelTensor) -> Tensor | None:
         """Its part of the node of all small vectors; not where checkpointing will compute, or computes, it again."""
         forward = self.running[-1] if self.running else None
         checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if forward is None or checkpointed or not torch.is_grad_enabled():
+        if forward is None or checkpointed or tensor.dormant or not torch.is_grad_enabled():
             return None
         found = forward.taps.get(tensor) if torch._C._current_graph_task_id() == forward.around else None
         if found is not None:

@@ -92,11 +92,11 @@ class EffectiveWeights:
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
-        self._version = self.writes = 0  # of the flat delta then, and how often they were written
+        self.writes = 0  # how often they were written
         self._by_address = False  # whether they were written by their addresses
         # tensors whose weights state dicts of the model, or of a part, have replaced, with the last place to load them
         self.loaded: dict[ModelTensor, tuple[nn.Module, str]] = {}
-        self._marks: list[tuple[int, int]] = []  # of the weights then: what else writes to them changes these
+        self._marks: list[tuple[Any, ...]] = []  # then: what else writes to them, or to the flat delta, changes these
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}  # a copy writes them before they are used
@@ -107,8 +107,9 @@ class EffectiveWeights:
         written, values = self._written, self._entries.values.detach()
         if written is None or (written.device, written.dtype) != (values.device, values.dtype):
             return False
-        were_cast = self._written_dtype != self._tensors[0].dtype and not is_fully_sharded(self._entries.root)
-        return not were_cast and torch.equal(written, values)
+        with torch._C.DisableTorchFunctionSubclass():  # for reads of masked parameters
+            were_cast = self._written_dtype != self._tensors[0].parameter.dtype
+        return (not were_cast or is_fully_sharded(self._entries.root)) and torch.equal(written, values)
 
     @torch.no_grad()
     def write(self, *, but: Set[MaskedTensor] = frozenset()) -> None:
@@ -131,10 +132,10 @@ class EffectiveWeights:
                 for tensor, own in zip(tensors, parts, strict=True):
                     if own.numel() and tensor not in but:
                         tensor.write(own)
+            self._written_dtype = tensors[0].parameter.dtype
         self.are_sums = not but
-        self._marks = [] if traced else self._marks_now()
-        self._written, self._written_dtype = values.clone(), tensors[0].dtype
-        self._version, self.writes = values._version, self.writes + 1
+        self._marks, self._written = self._marks_now(), values.clone()
+        self.writes += 1
 
     def set_frozen(self, tensor: ModelTensor, is_frozen: bool) -> None:
         """Has the entries of a tensor train no longer, or again; who freezes all prepares the model to train others."""
@@ -156,11 +157,11 @@ class EffectiveWeights:
             slots = tensor.slots.to(values.device)
             values[slots] = self._written[slots]  # type: ignore[index]
 
-    def refresh(self) -> None:
-        """Writes the weights if they are not in step with the flat delta, or where that is faster than to compare."""
+    def refresh(self, as_left: bool) -> None:
+        """Writes the weights if they are not in step with the flat delta, or ``as_left`` where that beats comparing."""
         if self.step.paused:
             return
-        if self._by_address and self._may_write_again():
+        if as_left and self._by_address and self._written is not None:
             self._scatter(seen=False)
         elif not self.are_in_step:
             self.write()
@@ -173,20 +174,25 @@ class EffectiveWeights:
         weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
         scatter(weights, self._entries.counts, indices, self._entries.effective(), seen)
 
-    def _may_write_again(self) -> bool:
-        """Whether the last write was by address, and nothing shows, without a wait, that what it wrote has changed."""
-        written, values = self._written, self._entries.values.detach()
-        kind = values.device, values.dtype, values._version
-        is_same = written is not None and (written.device, written.dtype, self._version) == kind
-        return is_same and self._marks == self._marks_now()
+    def are_as_left(self) -> bool:
+        """Whether nothing shows, without a wait for a GPU, that they or the flat delta were changed since the write."""
+        return bool(self._marks) and self._marks == self._marks_now()
 
-    def _marks_now(self) -> list[tuple[int, int]]:
-        """The version and address of each weight, one of which changes with every write, but for those by ``.data``."""
-        if is_fully_sharded(self._entries.root):
+    def _marks_now(self) -> list[tuple[Any, ...]]:
+        """Of the flat delta and of each weight: what every change to them changes, but for writes by ``.data``."""
+        if is_fully_sharded(self._entries.root) or torch.compiler.is_dynamo_compiling():
             return []
+        values: Any = self._entries.values
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer
-            return [
-                (0, 0) if own.is_quantized or own.is_parallel else (own.parameter._version, own.parameter.data_ptr())
+            return [(id(values), values.requires_grad, values._version, values.data_ptr())] + [
+                (own.parameter.requires_grad, own.parameter.shape, own.parameter.device)
+                if own.is_quantized or own.is_parallel
+                else (
+                    own.parameter.requires_grad,
+                    own.parameter.shape,
+                    own.parameter._version,
+                    own.parameter.data_ptr(),
+                )
                 for own in self._tensors
             ]
 
@@ -255,10 +261,10 @@ class EffectiveWeights:
 
     def adopt_touched(self, digests: Digests) -> None:
         """Takes what was written into weights in place, unless the flat delta was written to, too, as averages do."""
-        marks = [] if torch.compiler.is_dynamo_compiling() else self._marks_now()
+        marks = self._marks_now()
         if marks and self._marks and marks != self._marks and not self.step.paused and self.are_in_step:
             effective, changed = self._entries.effective().split(self._entries.counts), set()
-            for tensor, before, now, own in zip(self._tensors, self._marks, marks, effective, strict=True):
+            for tensor, before, now, own in zip(self._tensors, self._marks[1:], marks[1:], effective, strict=True):
                 if before != now and tensor.shape_now == tensor.shape:
                     is_moved = not torch.equal(read := tensor.take(tensor.indices), own.to(read))
                     changed |= {tensor} if is_moved or self.has_other_base(tensor, digests) else set()
@@ -267,7 +273,7 @@ class EffectiveWeights:
 
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
-        self.refresh()
+        self.refresh(self.are_as_left())
         self.reshard()
         trained = [tensor.own_effective for tensor in self._tensors]
         self.step.paused = True
