@@ -12,7 +12,6 @@ from oracle import unmasked_sets
 from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

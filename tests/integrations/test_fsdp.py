@@ -293,7 +293,8 @@ def test_a_distributed_checkpoint_of_four_ranks_is_saved_in_passing_and_goes_on_
     four = on_ranks(4, steps_from_checkpoint, tmp_path, 0, 3)
     assert_like(four, alone)
     rest, again = {**alone, "losses": alone["losses"][3:]}, on_ranks(4, steps_from_checkpoint, tmp_path, 3, STEPS)
-    others = on_ranks(2, steps_from_checkpoint, tmp_path, 3, STEPS) + [steps_from_checkpoint(0, tmp_path, 3, STEPS)]
+    others = on_ranks(2, steps_from_checkpoint, tmp_path, 3, STEPS)
+    others.append(steps_from_checkpoint(0, tmp_path, 3, STEPS))
     for result in again + others:  # each begins with the same bits
         torch.testing.assert_close(result["held"], four[0]["held"], rtol=0, atol=0)
     assert_like(others, rest)  # whose sums are rounded otherwise
