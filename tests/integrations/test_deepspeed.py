@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1 and 2 on two ranks: by its own engine and optimizers, resumed, and under the Trainer."""
+"""DeepSpeed's ZeRO 1 and 2 on two ranks: by its engine and optimizers, resumed, under the Trainer; and no ZeRO 3."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build
-from rank_models import BUDGET, STEPS, own_part, words
+from rank_models import BUDGET, STEPS, error_of, own_part, words
 from rank_processes import as_torchrun_does, on_ranks
 from trainers import make_trainer, rows_of
 
@@ -86,10 +86,19 @@ def by_the_trainer(rank, folder, ranks=2):
     return entries_of(model)
 
 
+def partitioned():
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG | {"zero_optimization": {"stage": 3}}):
+        model = torch.nn.Linear(4, 4)
+    return error_of(sparsify, model, 3)
+
+
 def on_a_rank(rank, folder):
     as_torchrun_does(rank)
     names = [name for name in RUNS if COMPILER or name != "for CPUs"]
-    return {name: by_its_engine(rank, name, folder / name) for name in names}, by_the_trainer(rank, str(folder))
+    runs = {name: by_its_engine(rank, name, folder / name) for name in names}
+    return runs, by_the_trainer(rank, str(folder)), partitioned()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +141,7 @@ def two(package, tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_process_and_goes_on_from_a_checkpoint(two, name):
     ids, values = in_one_process()
-    for runs, _ in two:
+    for runs, *_ in two:
         if name not in runs:
             pytest.skip("there is no C++ compiler, with which DeepSpeed builds its optimizer for CPUs")
         whole, resumed = runs[name]
@@ -144,9 +153,14 @@ def test_a_run_is_that_of_one_process_and_goes_on_from_a_checkpoint(two, name):
 
 def test_the_trainer_counts_its_steps(two, tmp_path):
     ids, values = by_the_trainer(0, str(tmp_path), ranks=1)
-    for _, (own_ids, own_values) in two:
+    for _, (own_ids, own_values), _ in two:
         assert set(own_ids) == set(ids)
         torch.testing.assert_close(own_values, values, rtol=1e-3, atol=1e-4)
+
+
+def test_stage_3_is_refused_by_name(two):
+    for *_, message in two:
+        assert "`weight` is partitioned by DeepSpeed ZeRO stage 3; use stage 1 or 2, or FSDP2" in message
 
 
 def test_the_example_trains_one_delta(package, tmp_path):
