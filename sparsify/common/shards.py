@@ -75,20 +75,24 @@ class Block:
 
 
 def is_block(parameter: Any) -> bool:
-    """Whether what this rank holds of a sharded parameter is a block of it, and not a term of a sum, or in pieces."""
-    return not any(each.is_partial() or hasattr(each, "split_factor") for each in parameter.placements)
+    """Whether this rank holds a block of a sharded parameter, and not a term of a sum, or pieces of its rows."""
+    return not any(p.is_partial() or (hasattr(p, "split_factor") and p.dim == 0) for p in parameter.placements)
 
 
 def block_of(parameter: Any) -> Block:
     """This rank's block of a sharded parameter. The last dimension of its mesh was dealt out first, as FSDP2 does."""
-    starts, sizes, mesh = [0] * parameter.dim(), list(parameter.shape), parameter.device_mesh
+    shape, mesh, last = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
+    if pieces := getattr(last, "split_factor", 0):  # of packed experts, each dealt out to all ranks
+        shape[last.dim : last.dim + 1] = pieces, shape[last.dim] // pieces
+    starts, sizes = [0] * len(shape), list(shape)
     dimensions = list(zip(parameter.placements, mesh.shape, mesh.get_coordinate(), strict=True))
     for placement, ranks, rank in dimensions[::-1]:
         if not placement.is_replicate():
-            most = -(-sizes[dim := placement.dim] // ranks)  # as torch.chunk deals them out
+            dim = placement.dim + (placement is last and pieces > 0)
+            most = -(-sizes[dim] // ranks)  # as torch.chunk deals them out
             first = min(rank * most, sizes[dim])
             starts[dim], sizes[dim] = starts[dim] + first, min(most, sizes[dim] - first)
-    return Block(tuple(parameter.shape), tuple(starts), tuple(sizes))
+    return Block(tuple(shape), tuple(starts), tuple(sizes))
 
 
 def read_entries(parameter: Any, indices: Tensor) -> Tensor:
@@ -110,11 +114,10 @@ def read_own_entries(parameter: Any, indices: Tensor, others: float = 0.0) -> Te
 
 def write_own_entries(parameter: Any, indices: Tensor, values: Tensor) -> None:
     """Writes values (n,) at flat indices (n,) of a detached parameter; of a sharded one, those that this rank holds."""
-    if not is_shard(parameter):
-        put(parameter, indices, values)
-        return
-    places, own = block_of(parameter).locate(indices)
-    put(parameter.detach().to_local(), places[own], values[own])
+    if is_shard(parameter):
+        places, own = block_of(parameter).locate(indices)
+        parameter, indices, values = parameter.detach().to_local(), places[own], values[own]
+    put(parameter, indices, values)
 
 
 def parallel_ranks(model: nn.Module) -> int:
@@ -156,11 +159,10 @@ def check_parallel(model: nn.Module) -> None:
         raise SparsifyError(f"{problem}; expected DTensors: update transformers, or use parallelize_module().")
     is_managed = bool(sharded) and any(map(is_fully_sharded, model.modules()))
     for name, parameter in sharded:
-        mesh = parameter.device_mesh
+        mesh, problem = parameter.device_mesh, ""
         if mesh.ndim > 1 or is_managed:
             problem = "is sharded; call sparsify() on the plain model, and fully_shard() later"
-        elif mesh != sharded[0][1].device_mesh or dist.get_world_size() % mesh.size():
+        elif not mesh.mesh.equal(sharded[0][1].device_mesh.mesh) or dist.get_world_size() % mesh.size():
             problem = "is tensor-parallel over other ranks than other weights; expected one mesh, and copies of it"
-        else:
-            continue
-        raise SparsifyError(f"`{name}` {problem}.")
+        if problem:
+            raise SparsifyError(f"`{name}` {problem}.")

@@ -176,3 +176,10 @@ class FollowedParameters(ReadParameters):
                 del parameter.masked_tensor
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         return super().plain()
+
+
+class LocalParameters(FollowedParameters):
+    """Those of experts, of which transformers takes what this rank holds, by ``items()``, in their forward."""
+
+    def items(self) -> Any:
+        return {attribute: self[attribute] for attribute in self}.items()

@@ -14,13 +14,14 @@ from sparsify.core.module import MaskedModule
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.quantized_delta import has_quantized_delta
 from sparsify.errors import SparsifyError
-from sparsify.masked.parameters import FollowedParameters
+from sparsify.masked.parameters import FollowedParameters, LocalParameters
 from sparsify.masked.quantized import MaskedPackedLinear
 from sparsify.masked.recompute import MaskedLayerNorm
 from sparsify.masked.tensor import PARTIAL
 
 # transformers' tensor-parallel styles under which a module computes with DTensors, or with its whole parameters
 _PARALLEL = (None, "ColwiseParallel", "EmbeddingParallel", "RowwiseParallel", "SequenceParallel", PARTIAL)
+_LOCAL = ("EpDispatchExpertsParallel", "MoeExpertsParallel")  # or with what the rank holds of them
 
 
 class MaskedParameterList(MaskedModule, nn.ParameterList):
@@ -50,7 +51,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
         problem = f"({kind}) has a gradient hook on it, which would never run: a masked weight's gradient is not kept"
     elif foreign is not None:
         problem = foreign
-    elif (style := parallel_style(module)) not in _PARALLEL:
+    elif (style := parallel_style(module)) not in _PARALLEL + _LOCAL:
         problem = f"({kind}) is tensor-parallel by transformers' {style}, which computes past its parameters"
     elif is_shard(parameter) and not is_block(parameter):
         problem = f"({kind}) is tensor-parallel in parts that are no block of it: {parameter.placements}"
@@ -82,7 +83,8 @@ def _peft_problem(module: Any) -> str | None:
 
 def swap(module: nn.Module, tensors: dict[str, MaskedTensor]) -> None:
     """Turns a plain module into its masked form, with the masked ``tensors`` by attribute name."""
-    mark(module, tensors, _masked_class(module, tensors), FollowedParameters)
+    parameters = LocalParameters if parallel_style(module) in _LOCAL else FollowedParameters
+    mark(module, tensors, _masked_class(module, tensors), parameters)
 
 
 def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:
@@ -100,9 +102,8 @@ def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[n
         from sparsify.masked.conv1d import MaskedConv1D
 
         return MaskedConv1D
-    if is_quantized(module._parameters.get("weight")):  # the bias of such a layer may be trained
-        return None
-    return masked_class(module, tensors)
+    has_masked_bias = is_quantized(module._parameters.get("weight"))  # alone
+    return None if has_masked_bias else masked_class(module, tensors)
 
 
 def _quantized_problem(module: nn.Module, attribute: str) -> str | None:

@@ -92,8 +92,7 @@ class RanksSelector(StreamingSelector):
         return Winners(ids.where(scores > 0, -1), *rest)
 
     def _offer_mean(self, tensor: MaskedTensor, rows_of: Callable[[int, int], Tensor]) -> None:
-        (height, cols), entries = matrix_shape(tensor), tensor.matrix.reshape(-1)
-        ranks = num_ranks()
+        (height, cols), entries, ranks = matrix_shape(tensor), tensor.matrix.reshape(-1), num_ranks()
         at_once = max(1, MOST_AT_ONCE // (ranks * cols)) * ranks
         for start in range(0, height, at_once):
             rows = rows_of(start, min(start + at_once, height)).to(self._dtype)

@@ -22,6 +22,7 @@ from sparsify.masked.tensor import matrix_shape
 
 ALIKE = 1e-2  # by which share two norms of one gradient may differ, as sums in bfloat16 do
 LARGEST = 1 << 14  # entries of a small tensor
+_flat = torch._utils._flatten_dense_tensors  # copies, one after the other: (n,); without a view of each in Python
 
 
 def is_small(tensor: Any) -> bool:
@@ -37,19 +38,17 @@ class BatchingPass(Pass):
         self._small: defaultdict[torch.device, SmallGradients] = defaultdict(SmallGradients)
 
     def hold(self, gradients: Iterable[tuple[MaskedTensor, Gradient]]) -> None:
+        selector: Any = self.selector
         small: list[tuple[MaskedTensor, Gradient]] = []
         others: list[tuple[MaskedTensor, Gradient]] = []
         for tensor, gradient in gradients:
             if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
                 gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
-            (small if self._is_batched(tensor) else others).append((tensor, gradient))
+            can_wait = selector is None or selector.batches_small or not tensor.collector.sharded
+            (small if is_small(tensor) and can_wait else others).append((tensor, gradient))
         if small:
             self._small[small[0][1].device].add(small)  # those of one use are on one device
         super().hold(others)
-
-    def _is_batched(self, tensor: MaskedTensor) -> bool:
-        selector: Any = self.selector
-        return is_small(tensor) and (selector is None or selector.batches_small or not tensor.collector.sharded)
 
     def settle_rest(self) -> None:
         super().settle_rest()
@@ -100,8 +99,7 @@ class SmallGradients:
         slots, indices = entries.by_tensor  # of all tensors, of which these are some
         firsts = [ends[tensor.number] - end for tensor, end in zip(self.values, accumulate(counts), strict=True)]
         at = torch.arange(sum(counts), device=slots.device) + _repeated(firsts, counts, slots.device)
-        places = indices[at] + _repeated(self._starts, counts, slots.device)
-        return slots[at], places.to(self.joined.device)
+        return slots[at], (indices[at] + _repeated(self._starts, counts, slots.device)).to(self.joined.device)
 
     def places(self, indices: Mapping[MaskedTensor, Tensor]) -> Tensor:
         """Where flat indices (n,) of some tensors are in ``joined``."""
@@ -119,11 +117,6 @@ class SmallGradients:
         ids = torch.arange(grad.numel(), device=grad.device)
         ids += _repeated(more, [tensor.numel for tensor in tensors], grad.device)
         return weight, grad, ids
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies of tensors, one after the other: (n,)."""
-    return torch._utils._flatten_dense_tensors(tensors)  # without a view of each in Python
 
 
 def _whole(tensor: MaskedTensor, gradient: Gradient) -> DenseGradient:

@@ -12,12 +12,10 @@ from oracle import unmasked_sets
 from rank_models import BUDGET, STEPS, WAYS, assert_like, error_of, mlp, own_part, selecting, words
 from rank_models import train as train_parallel
 from rank_processes import on_ranks
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparsify import SparsifyError, get_engine, register_importance, sparsify, summary
+from sparsify import get_engine, register_importance, sparsify, summary
 from sparsify.common.ranks import Ranks, num_ranks
 from sparsify.core.importance import D3
 from sparsify.integrations.distributed import check_ranks
@@ -140,6 +138,14 @@ def message_of_a_check(rank):
     return error_of(check_ranks, model)
 
 
+def staged(rank):
+    from torch.distributed.pipelining import PipelineStage
+
+    model, batches = mlp()
+    stage = PipelineStage(nn.Sequential(sparsify(model, BUDGET, steps=STEPS)), rank, 2, torch.device("cpu"))
+    return error_of(lambda: stage.submod[0](**batches[0]))
+
+
 def joined(rank):
     model, batches = mlp()
     with (parallel := DistributedDataParallel(sparsify(model, BUDGET, steps=STEPS))).join():
@@ -169,6 +175,7 @@ REFUSED = {
     "a known set without DDP": (lambda rank: message(rank, strategy="pafi", ddp=False), "differ in their flat delta"),
     "uneven batches": (lambda rank: error_of(joined, rank), "under join() of", "give every rank as many batches"),
     "a delta that was moved": (message_of_a_check, "differ in their flat delta"),
+    "a stage of a pipeline": (staged, "a stage of a pipeline", "cannot choose together", "instead, by fully_shard()"),
 }  # fmt: skip
 # what every rank runs, with the same result, and whether that is right
 OWN = {
@@ -231,16 +238,3 @@ def test_ranks_that_part_are_told_so(name):
     _, *texts = REFUSED[name]
     for result in two("cpu"):
         assert all(text in result[name] for text in texts), result[name]
-
-
-def test_a_stage_of_a_pipeline_is_refused_before_ranks_wait_for_each_other():
-    from torch.distributed.pipelining import PipelineStage
-
-    model, batches = mlp()
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        stage = PipelineStage(nn.Sequential(sparsify(model, BUDGET, steps=STEPS)), 0, 2, torch.device("cpu"))
-        with pytest.raises(SparsifyError, match=r"is a stage of a pipeline .*: shard it instead, by fully_shard\(\)"):
-            stage.submod[0](**batches[0])
-    finally:
-        dist.destroy_process_group()

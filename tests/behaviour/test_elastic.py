@@ -114,6 +114,7 @@ def test_a_restart_by_torchrun_ends_as_the_run_that_lost_no_rank(engine, tmp_pat
         command += ["--max-restarts", "1", __file__, engine, how, str(folder)]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert run.returncode == 0, run.stderr
+        assert not how or re.search(r"exitcode: -9\) local_rank: 1 ", run.stderr), "torchrun names the rank that died"
         results.append(torch.load(folder / "result"))
     assert [len(result) for result in results] == [STEPS, STEPS - DOOMED]
     torch.testing.assert_close(results[1], results[0][DOOMED:], rtol=0, atol=0)

@@ -250,7 +250,7 @@ def steps_from_checkpoint(rank, folder, first, last):
     model, batches = words()
     model = shard(sparsify(model, BUDGET, steps=STEPS))
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
-    saving, losses = None, []
+    saving, losses, held = None, [], None
     for step in range(first, STEPS):
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         if step == first != 0:
@@ -259,6 +259,8 @@ def steps_from_checkpoint(rank, folder, first, last):
         elif step == last:
             group = torch.distributed.new_group(backend="gloo")  # the thread that saves needs one of its own
             saving = checkpoints.async_save(state, checkpoint_id=folder, process_group=group)
+        if step in (first, last):  # what is saved, or was loaded
+            held = get_engine(model).entries.ids.clone(), get_engine(model).values.detach().clone()
         optimizer.zero_grad()
         loss = model(**own_part(batches[step], rank))
         loss.backward()
@@ -266,7 +268,19 @@ def steps_from_checkpoint(rank, folder, first, last):
         optimizer.step()
     if saving is not None:
         saving.result()
-    return {"losses": losses, "sets": unmasked_sets(model), "delta": get_engine(model).values.detach().clone()}
+    delta = get_engine(model).values.detach().clone()
+    return {"losses": losses, "sets": unmasked_sets(model), "delta": delta, "held": held}
+
+
+def hybrids(rank):
+    return {name: trained(rank, name) for name in LIKE_ONE_PROCESS if "hybrid" in name}
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_train_like_one_process_with_all_batches():
+    results = on_ranks(4, hybrids)
+    for name in results[0]:
+        assert_like([result[name] for result in results], trained(0, name))
 
 
 def test_a_block_may_be_sharded_alone():
@@ -276,10 +290,17 @@ def test_a_block_may_be_sharded_alone():
 @pytest.mark.slow
 def test_a_distributed_checkpoint_of_four_ranks_is_saved_in_passing_and_goes_on_on_two_and_one(tmp_path):
     alone = steps_from_checkpoint(0, None, 0, STEPS)
-    assert_like(on_ranks(4, steps_from_checkpoint, tmp_path, 0, 3), alone)
-    rest = {**alone, "losses": alone["losses"][3:]}
-    assert_like(on_ranks(2, steps_from_checkpoint, tmp_path, 3, STEPS), rest)
-    assert_like([steps_from_checkpoint(0, tmp_path, 3, STEPS)], rest)
+    four = on_ranks(4, steps_from_checkpoint, tmp_path, 0, 3)
+    assert_like(four, alone)
+    rest, again = {**alone, "losses": alone["losses"][3:]}, on_ranks(4, steps_from_checkpoint, tmp_path, 3, STEPS)
+    others = on_ranks(2, steps_from_checkpoint, tmp_path, 3, STEPS)
+    others.append(steps_from_checkpoint(0, tmp_path, 3, STEPS))
+    for result in again + others:  # each begins with the same bits
+        torch.testing.assert_close(result["held"], four[0]["held"], rtol=0, atol=0)
+    assert_like(others, rest)  # whose sums are rounded otherwise
+    for result in again:
+        assert (result["losses"], result["sets"]) == (four[0]["losses"][3:], four[0]["sets"])
+        assert result["delta"].equal(four[0]["delta"])
 
 
 @pytest.mark.parametrize(

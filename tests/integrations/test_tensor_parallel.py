@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import tempfile
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -59,20 +60,25 @@ def tiny_llama():
     return model.double(), [batch() for _ in range(STEPS)]
 
 
-def loaded(**settings):
-    """Qwen3, whose norms within heads see those of one rank, as transformers loads it."""
+def loaded(name="qwen3", **settings):
+    """Qwen3, whose norms within heads see those of one rank, or another model, as transformers loads it."""
     import transformers
 
     torch.manual_seed(0)
-    _, config, sizes, _ = ARCHITECTURES["qwen3"]
+    model, config, sizes, _ = ARCHITECTURES[name]
     config = getattr(transformers, config)(**{**sizes, "vocab_size": 40, "num_key_value_heads": 2})
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        save_model(transformers.Qwen3ForCausalLM(config), f"{folder}/model.safetensors", metadata={"format": "pt"})
+        save_model(getattr(transformers, model)(config), f"{folder}/model.safetensors", metadata={"format": "pt"})
         options = {"dtype": torch.float64, "distributed_config": settings or None}
+        options["experts_implementation"] = config._experts_implementation  # which the file has not
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     return model, [next_tokens() for _ in range(STEPS)]
 
+
+mixture = partial(loaded, "mixtral")
+AUTO = {"tp_size": 2, "tp_plan": "auto"}  # of transformers' DistributedConfig
+SOME = {"target_modules": ["experts"]}  # not the table: what the first of them read has no gradient
 
 # name -> model and batches, plan, arguments of sparsify()
 LIKE_ONE_PROCESS = {
@@ -87,8 +93,10 @@ LIKE_ONE_PROCESS = {
     "rows that do not divide": (mlp, MLP, {}),
     "static beside a dense head": (mlp, MLP, {"strategy": "pafi", "steps": None, "modules_to_save": ["head"]}),
     "llama": (tiny_llama, LLAMA, {"trainable_token_indices": [3, 30]}),
-    "loaded by its plan": (loaded, None, {}),
-    "norms within heads": (loaded, None, {"target_modules": ["q_norm", "k_norm"], "budget": 32}),
+    "loaded by its plan": (loaded, AUTO, {}),
+    "norms within heads": (loaded, AUTO, {"target_modules": ["q_norm", "k_norm"], "budget": 32}),
+    "experts in parts on all ranks": (mixture, AUTO, SOME),
+    "experts on one rank each": (mixture, {**AUTO, "ep_size": 2}, SOME),
 }
 
 
@@ -98,8 +106,9 @@ def meshed():
 
 def made(name, **more):
     make, plan, settings = LIKE_ONE_PROCESS[name]
-    model, batches = make(tp_size=2, tp_plan="auto") if plan is None and num_ranks() > 1 else make()
-    if plan is not None and num_ranks() > 1:
+    is_loaded = "tp_size" in plan
+    model, batches = make(**plan) if is_loaded and num_ranks() > 1 else make()
+    if num_ranks() > 1 and not is_loaded:
         parallelize_module(model, meshed()["parallel"], plan)
         if make is words:
             model.out.weight = model.table.weight
@@ -184,6 +193,13 @@ def two():
 @pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
 def test_two_parallel_ranks_train_like_one_process(two, name):
     assert_like([result[name] for result in two], trained(0, name))
+
+
+@pytest.mark.parametrize("name", [name for name in LIKE_ONE_PROCESS if "experts" in name])
+def test_all_experts_are_among_what_is_trained(two, name):
+    sets = two[0][name]["sets"]
+    assert len(experts := [own for tensor, own in sets.items() if "experts" in tensor]) == 4
+    assert all(experts)
 
 
 def test_states_and_deltas_leave_the_ranks_and_come_back(two):
