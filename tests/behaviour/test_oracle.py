@@ -43,13 +43,6 @@ def compare(name, optimizer, strategy="id3", budget=BUDGET, schedule="uniform", 
     return Twins(dense, sparse, budget, STEPS, OPTIMIZERS[optimizer], **options).train(batches[:STEPS])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_id3_in_float64_is_the_oracle_to_the_last_entry(name, optimizer):
-    twins = compare(name, optimizer)
-    assert sum(map(len, unmasked_sets(twins.sparse).values())) == BUDGET
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_several_passes_of_a_step_choose_by_the_sum_of_their_gradients(name, on_device, monkeypatch):
