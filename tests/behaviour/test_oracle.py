@@ -14,7 +14,7 @@ from twins import Twins, sgd
 
 from sparsify import Schedule, extend, get_engine, register_importance, sparsify, summary
 from sparsify.core.importance import D3
-from sparsify.strategies.importance import Bias, Fisher, Magnitude, Random
+from sparsify.strategies.importance import Bias, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
 STEPS, BUDGET, SMALL = 10, 61, 12
@@ -103,15 +103,9 @@ def positive(score):
     return score.where(score > 0, -math.inf)
 
 
-# importance -> the library's, and the oracle's score of (name, step, weight, grad)
+# importance -> the library's, and the oracle's score of (name, step, weight, grad); others are in program_oracle.py
 IMPORTANCES = {
-    "d3": (D3(exp=2, eps=1), d3(2, 1)),
-    "d3, exp 1": (D3(exp=1, eps=1e-3), d3(1, 1e-3)),
     "d3, exp -2": (D3(exp=-2, eps=0.1), d3(-2, 0.1)),
-    "gradient magnitude": (D3(exp=0), d3(0, 1)),
-    "fisher": (Fisher(num_samples=20), lambda name, step, weight, grad: positive(grad**2)),
-    "magnitude": (Magnitude(), lambda name, step, weight, grad: -weight.abs()),
-    "largest": (Magnitude(largest=True), lambda name, step, weight, grad: weight.abs()),
     "bias": (Bias(), lambda name, step, weight, grad: weight * 0 - (0 if name.endswith(".bias") else math.inf)),
     "random": (Random(), lambda name, step, weight, grad: drawn(name, step, weight)),
     "a user's own": (movement, lambda name, step, weight, grad: positive(-weight * grad)),

@@ -15,9 +15,7 @@ import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch import multiprocessing
 
-multiprocessing.set_forkserver_preload(
-    ["peft", "torch.distributed.nn.functional", "torch.distributed.fsdp"]
-)
+multiprocessing.set_forkserver_preload(["peft", "torch.distributed.nn.functional", "torch.distributed.fsdp"])
 
 
 def on_ranks(number, function, *args):
