@@ -240,13 +240,3 @@ def test_a_number_of_labels_counts_only_with_all_of_the_head(classifier):
         delta.whole["stray"] = stray
         with pytest.raises(BaseMismatchError, match="build the model with that head or module"):
             within_limits(lambda: load_model(base, delta), seconds=10)
-
-
-@pytest.mark.parametrize(
-    "model_config", [None, [], {"id2label": {"0": "no"}}, {"num_labels": "4"}, {"num_labels": -4}, {"num_labels": True}]
-)
-def test_a_config_of_nonsense_is_no_config(classifier, model_config):
-    base, delta, *_ = classifier
-    delta.config["model_config"] = model_config
-    with pytest.raises(BaseMismatchError, match="`classifier"):
-        load_model(base, delta)

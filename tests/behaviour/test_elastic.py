@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from rank_models import BUDGET, STEPS, own_part, shard, words
+from rank_processes import start
 from torch import distributed as dist
-from torch import multiprocessing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsify import get_engine, sparsify, trained_state
 
 RANKS = {"DDP": 2, "FSDP2": 2, "HSDP": 4, "TP": 2}
-DOOMED, SECONDS = 3, 10
+DOOMED, SECONDS = 3, 6
 pytestmark = pytest.mark.slow
 
 
 def die(how):
     if "killed" in how:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3 * SECONDS if "stalling" in how else 0)
+    time.sleep(2 * SECONDS if "stalling" in how else 0)
     raise RuntimeError("an error of its own")
 
 
@@ -92,7 +92,7 @@ def lose_a_rank(rank, folder, engine, how):
     ],
 )
 def test_the_others_end_with_an_error_and_no_wrong_step(engine, how, tmp_path):
-    processes = multiprocessing.spawn(lose_a_rank, (tmp_path, engine, how), RANKS[engine], join=False).processes
+    processes = start(RANKS[engine], lose_a_rank, tmp_path, engine, how).processes
     for process in processes:
         process.join(90)
     assert all(process.exitcode for process in processes), "a rank hangs, or goes on"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run as on_forks
 
 from sparsify.delta.checkpoint.reader import Checkpoint
 
@@ -109,7 +110,9 @@ def test_bad_options_are_one_line(name, options, message):
 
 
 @pytest.mark.slow
-def test_ranks_are_measured_in_every_round():
+def test_ranks_are_measured_in_every_round(monkeypatch):
+    spawn = lambda function, args, nprocs: on_forks(nprocs, function, *args)  # noqa: E731 - which import nothing
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     settings = script("ranks").Settings
     tiny = {"shape": "minilm", "budget": 2_000, "batch": 1, "length": 8}
     methods = [settings(name, **tiny) for name in script("ranks").METHODS]

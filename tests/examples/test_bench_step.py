@@ -47,6 +47,7 @@ def test_a_method_that_fails_has_a_row_that_says_so_and_no_further_turn(monkeypa
     results = measure(methods, rounds=2, steps=1, progress=lambda text: None, seconds=60)
     assert turns == [("id3", FILL), ("full", "1"), ("lora", "1"), ("floor", "1"), ("floor", "1")]
     assert results[-1].held_bytes == 3, "a GPU's memory takes no turn of its own"
+    assert results[-1].updates == [1, 1], "of both rounds"
     assert [one.failed for one in results] == [FAILURES[name] for name in ("id3", "id3", "full", "lora")] + [""]
     first, second = (list(column.cells) for column in make_table(results).columns[:2])
     assert first == [one.method for one in methods]
@@ -67,12 +68,12 @@ def test_what_is_not_measured_is_an_error_at_the_end_unless_memory_ran_out(why, 
 
 
 @pytest.mark.slow
-def test_the_command_measures_each_method_in_every_round(tmp_path, monkeypatch):
+def test_the_command_measures_each_step_of_each_method(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, picture = tmp_path / "raw.json", tmp_path / "bars.png"
     invoke(
-        "--shape", "tiny", "--methods", "full,id3", "--budget", "400", "--batch", "1", "--seq", "8", "--rounds", "2",
-        "--steps", "1", "--json", str(out), "--plot", str(picture),
+        "--shape", "tiny", "--methods", "full,id3", "--budget", "400", "--batch", "1", "--seq", "8", "--rounds", "1",
+        "--steps", "2", "--json", str(out), "--plot", str(picture),
     )  # fmt: skip
     assert picture.read_bytes()[:4] == PNG
     rows = {row["settings"]["method"]: row for row in json.loads(out.read_text())["results"]}

@@ -1,5 +1,6 @@
 """Several gloo processes on the CPU, each of which runs the same function.
 
+They are forks of a process that has imported the libraries: a rank that imports them itself takes ten seconds for that.
 ``torch.distributed.nn.functional`` keeps the default group that there is when it is imported, here none: otherwise
 gloo's threads outlive ``destroy_process_group``, and may abort the process at its end.
 """
@@ -14,13 +15,28 @@ import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch import multiprocessing
 
+multiprocessing.set_forkserver_preload(["peft", "torch.distributed.nn.functional", "torch.distributed.fsdp"])
+
 
 def on_ranks(number, function, *args):
     """Results of ``function(rank, *args)`` on each of ``number`` ranks; ``None`` for a rank that exited early."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (number, folder, function, args), nprocs=number)
+        run(number, _run, number, folder, function, args)
         files = [Path(folder) / f"{rank}.pt" for rank in range(number)]
         return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def start(number, function, *args):
+    """The ``ProcessContext`` of ``number`` processes, which run ``function(rank, *args)`` in this environment."""
+    arguments = (dict(os.environ), function, *args)
+    return multiprocessing.start_processes(_in, arguments, number, join=False, start_method="forkserver")
+
+
+def run(number, function, *args):
+    """Runs ``function(rank, *args)`` in ``number`` processes to its end, or raises what it raises in one of them."""
+    ranks = start(number, function, *args)
+    while not ranks.join():
+        pass
 
 
 def as_torchrun_does(rank):
@@ -28,6 +44,11 @@ def as_torchrun_does(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", ACCELERATE_USE_CPU="true")
     warnings.simplefilter("ignore")
+
+
+def _in(rank, environment, function, *args):
+    os.environ.update(environment)
+    function(rank, *args)
 
 
 def _run(rank, number, folder, function, args):

@@ -15,7 +15,7 @@ from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer,
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, sparsify, summary
+from sparsify import SparsifyCallback, SparsifyError, get_engine, sparsify, summary
 from sparsify.api import trained_state
 
 
@@ -119,18 +119,6 @@ def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
         "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_settings", "sparse_ids",
         "sparse_base",
     }  # fmt: skip
-
-
-def test_the_final_model_is_an_ordinary_one(tmp_path):
-    model = make_model()
-    trainer = run_trainer(model, tmp_path / "run")
-    assert "save_pretrained" not in vars(model)
-    trainer.save_model(tmp_path / "final")
-    model.save_pretrained(tmp_path / "saved")
-    merged = desparsify(model).state_dict()
-    for folder in ("final", "saved"):
-        again = type(model).from_pretrained(tmp_path / folder).state_dict()
-        assert all(torch.equal(value, again[name]) for name, value in merged.items())
 
 
 def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):

@@ -143,12 +143,6 @@ def test_deterministic_algorithms_are_enough():
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_step_without_a_gradient_is_no_step(mlp):
-    model, _ = mlp
-    torch.optim.AdamW([model.sparse_values]).step()
-    assert summary(model).step == 0
-
-
 WRITES = {"scale": lambda v: v.mul_(100.0), "signs": lambda v: v.neg_(), "order": lambda v: v.copy_(v.flip(0))}
 READS = {"forward": loss_of, "state dict": lambda m, _: m.state_dict(), "refresh": lambda m, _: get_engine(m).refresh()}
 
