@@ -96,7 +96,8 @@ def test_the_config_goes_through_json_and_refuses_what_it_does_not_know(tmp_path
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "SPARSIFY"
     for wrong, text in [
         ({"strategy": "id4"}, "unknown strategy 'id4'"), ({"schedule": "late"}, "schedule='late'; expected"),
-        ({"strategy": "full"}, "is no adapter"), ({"layers_to_transform": 1}, "expected a list of names there"),
+        ({"strategy": "full"}, "is no adapter"),
+        ({"layers_to_transform": 1, "target_modules": "all-linear"}, "expected a list of names there"),
     ]:  # fmt: skip
         with pytest.raises(SparsifyError, match=text):
             SparseConfig(budget=5, **wrong)
@@ -124,11 +125,43 @@ def test_modules_that_match_have_budgets_of_their_own_as_lora_has_ranks(base, tm
         get_peft_model(base(), config(budget_pattern={"o_proj": 10}))
 
 
-def test_layers_are_chosen_as_by_pefts_own_configs(base):
-    both = [get_peft_model(base(), kind) for kind in (
-        config(layers_to_transform=[1]), LoraConfig(target_modules=TARGETS, layers_to_transform=[1]))]  # fmt: skip
-    trained = [tensor.name for tensor in get_engine(both[0]).tensors]
-    assert trained == [f"{name}.weight" for name in both[1].targeted_module_names]
+class Towers(nn.Module):
+    """Layers in two lists, of which PEFT's ``layers_pattern`` takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)) for _ in range(2)
+        )
+        self.left_norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("changes", [
+    {"layers_to_transform": [1]}, {"layers_to_transform": 1, "target_modules": ["q_proj"], "layers_pattern": "layers"},
+    {"layers_to_transform": [0], "layers_pattern": ["no_such_list", "layers"]},
+])  # fmt: skip
+def test_layers_are_chosen_as_by_pefts_own_configs(changes, base):
+    own, lora = get_peft_model(base(), config(**changes)), LoraConfig(**{"target_modules": TARGETS, **changes})
+    trained = [tensor.name for tensor in get_engine(own).tensors]
+    assert trained == [f"{name}.weight" for name in get_peft_model(base(), lora).targeted_module_names]
+
+
+def test_a_layers_pattern_chooses_among_lists_and_layers_alone_are_their_linear_layers(base):
+    for changes, expected in [
+        ({}, ["left.1.0", "right.1.0"]), ({"layers_pattern": "right"}, ["right.1.0"]),
+        ({"layers_pattern": ["left", "right"]}, ["left.1.0", "right.1.0"]),
+        ({"layers_pattern": "left", "target_modules": ["0", "1"]}, ["left.1.0", "left.1.1"]),
+    ]:  # fmt: skip
+        model = get_peft_model(Towers(), SparseConfig(budget=3, steps=1, layers_to_transform=[1], **changes))
+        assert [tensor.name for tensor in get_engine(model).tensors] == [
+            f"{name}.{kind}" for name in expected for kind in ("weight", "bias")
+        ]
+    with pytest.raises(SparsifyError, match="match no module of the model; give numbers of its layers from 0, and lay"):
+        get_peft_model(Towers(), SparseConfig(budget=3, layers_to_transform=[1], layers_pattern="middle"))
+    for lora in (None, LoraConfig(r=1, target_modules=["q_proj"])):
+        model = get_peft_model(base(), config(layers_to_transform=[1], target_modules=None, lora=lora))
+        names = {tensor.name.replace(".base_layer", "") for tensor in get_engine(model).tensors}
+        assert names == {n for n, _ in base().named_parameters() if ".layers.1." in n and "_proj" in n}
     with pytest.raises(SparsifyError, match=r"layers_to_transform=\[9\] match no module"):
         get_peft_model(base(), config(layers_to_transform=[9]))
 
