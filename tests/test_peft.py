@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from transformers import AutoModelForCausalLM, BertForSequenceClassification, Ll
 from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify
 from sparsify.api import get_engine, trained_state
 from sparsify.delta.algebra import merge_deltas
+from sparsify.errors import DeltaFormatError
 from sparsify.loading import load_model
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="earlier versions of PEFT have no place for a method")
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, get_peft_model  # noqa: E402
 from peft.utils.hotswap import hotswap_adapter  # noqa: E402
 
 from sparsify.peft import SparseConfig  # noqa: E402
@@ -96,7 +98,8 @@ def test_the_config_goes_through_json_and_refuses_what_it_does_not_know(tmp_path
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "SPARSIFY"
     for wrong, text in [
         ({"strategy": "id4"}, "unknown strategy 'id4'"), ({"schedule": "late"}, "schedule='late'; expected"),
-        ({"strategy": "full"}, "is no adapter"), ({"layers_to_transform": 1}, "expected a list of names there"),
+        ({"strategy": "full"}, "is no adapter"),
+        ({"layers_to_transform": 1, "target_modules": "all-linear"}, "expected a list of names there"),
     ]:  # fmt: skip
         with pytest.raises(SparsifyError, match=text):
             SparseConfig(budget=5, **wrong)
@@ -124,11 +127,43 @@ def test_modules_that_match_have_budgets_of_their_own_as_lora_has_ranks(base, tm
         get_peft_model(base(), config(budget_pattern={"o_proj": 10}))
 
 
-def test_layers_are_chosen_as_by_pefts_own_configs(base):
-    both = [get_peft_model(base(), kind) for kind in (
-        config(layers_to_transform=[1]), LoraConfig(target_modules=TARGETS, layers_to_transform=[1]))]  # fmt: skip
-    trained = [tensor.name for tensor in get_engine(both[0]).tensors]
-    assert trained == [f"{name}.weight" for name in both[1].targeted_module_names]
+class Towers(nn.Module):
+    """Layers in two lists, of which PEFT's ``layers_pattern`` takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)) for _ in range(2)
+        )
+        self.left_norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("changes", [
+    {"layers_to_transform": [1]}, {"layers_to_transform": 1, "target_modules": ["q_proj"], "layers_pattern": "layers"},
+    {"layers_to_transform": [0], "layers_pattern": ["no_such_list", "layers"]},
+])  # fmt: skip
+def test_layers_are_chosen_as_by_pefts_own_configs(changes, base):
+    own, lora = get_peft_model(base(), config(**changes)), LoraConfig(**{"target_modules": TARGETS, **changes})
+    trained = [tensor.name for tensor in get_engine(own).tensors]
+    assert trained == [f"{name}.weight" for name in get_peft_model(base(), lora).targeted_module_names]
+
+
+def test_a_layers_pattern_chooses_among_lists_and_layers_alone_are_their_linear_layers(base):
+    for changes, expected in [
+        ({}, ["left.1.0", "right.1.0"]), ({"layers_pattern": "right"}, ["right.1.0"]),
+        ({"layers_pattern": ["left", "right"]}, ["left.1.0", "right.1.0"]),
+        ({"layers_pattern": "left", "target_modules": ["0", "1"]}, ["left.1.0", "left.1.1"]),
+    ]:  # fmt: skip
+        model = get_peft_model(Towers(), SparseConfig(budget=3, steps=1, layers_to_transform=[1], **changes))
+        assert [tensor.name for tensor in get_engine(model).tensors] == [
+            f"{name}.{kind}" for name in expected for kind in ("weight", "bias")
+        ]
+    with pytest.raises(SparsifyError, match="match no module of the model; give numbers of its layers from 0, and lay"):
+        get_peft_model(Towers(), SparseConfig(budget=3, layers_to_transform=[1], layers_pattern="middle"))
+    for lora in (None, LoraConfig(r=1, target_modules=["q_proj"])):
+        model = get_peft_model(base(), config(layers_to_transform=[1], target_modules=None, lora=lora))
+        names = {tensor.name.replace(".base_layer", "") for tensor in get_engine(model).tensors}
+        assert names == {n for n, _ in base().named_parameters() if ".layers.1." in n and "_proj" in n}
     with pytest.raises(SparsifyError, match=r"layers_to_transform=\[9\] match no module"):
         get_peft_model(base(), config(layers_to_transform=[9]))
 
@@ -196,6 +231,70 @@ def test_a_delta_is_saved_as_an_adapter_of_its_recorded_base(base, tmp_path):
     get_peft_model(base(), LoraConfig(target_modules=TARGETS)).save_pretrained(tmp_path / "lora")
     with pytest.raises(SparsifyError, match="is there already and is another adapter's"):
         delta.save(tmp_path / "lora", adapter=True)
+
+
+def test_peft_loads_a_plain_delta_folder_with_the_recorded_base(base, tmp_path):
+    trained = sparsify(base(), BUDGET, steps=STEPS, target_modules=TARGETS)
+    train(trained)
+    delta, plain = SparseDelta.from_model(trained), tmp_path / "plain"
+    delta.save(plain)
+    expected = load_model(None, plain)
+    model = PeftModel.from_pretrained(base(), plain)
+    assert same(
+        expected, trained, model, AutoPeftModelForCausalLM.from_pretrained(str(plain)),
+        PeftModel.from_pretrained(base(), tmp_path, subfolder="plain", low_cpu_mem_usage=True),
+    )  # fmt: skip
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.load_adapter(plain, "b")
+    model.set_adapter("b")
+    assert same(model, expected)
+    with model.disable_adapter():
+        assert same(model, base())
+    model.save_pretrained(tmp_path / "adapter", selected_adapters=["b"])
+    assert same(expected, AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter" / "b"))
+    again = PeftModel.from_pretrained(base(), plain, config=config(), is_trainable=True)
+    assert same(again, expected)
+    assert [get_engine(again).step, get_engine(again).unmasked] == [STEPS, BUDGET]
+
+    del delta.config["base_model_name_or_path"]
+    delta.save(tmp_path / "no base")
+    assert same(expected, PeftModel.from_pretrained(base(), tmp_path / "no base"))
+    with pytest.raises(SparsifyError, match=r"no base` records no base: .* PeftModel.from_pretrained\(base, "):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "no base")
+
+
+def test_a_plain_delta_that_cannot_be_an_adapter_is_said_to_be_that(base, tmp_path):
+    SparseDelta.from_model(with_both(base)).save(tmp_path / "lora")
+    with pytest.raises(SparsifyError, match="an adapter goes by the base's own tensors, and this delta is of modules"):
+        PeftModel.from_pretrained(base(), tmp_path / "lora")
+    delta = SparseDelta.from_model(adapted(base))
+    delta.save(tmp_path)
+    whole = (tmp_path / "sparse_delta.safetensors").read_bytes()
+    for broken in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:50]):
+        (tmp_path / "sparse_delta.safetensors").write_bytes(broken)
+        with pytest.raises(DeltaFormatError, match="is no delta that can be used"):
+            PeftModel.from_pretrained(base(), tmp_path)
+
+
+def test_other_adapters_and_pefts_own_errors_are_as_without_sparsify(base, tmp_path, monkeypatch):
+    lora = get_peft_model(base(), LoraConfig(target_modules=TARGETS, init_lora_weights=False))
+    lora.save_pretrained(tmp_path)
+    SparseDelta.from_model(adapted(base)).save(tmp_path)  # beside an adapter, which PEFT finds first
+    assert same(lora, PeftModel.from_pretrained(base(), tmp_path))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    errors = []
+    for _ in range(2):
+        for folder in (tmp_path, tmp_path / "empty", tmp_path / "missing", "user/no-such-adapter"):
+            for load in (lora.load_adapter, partial(PeftModel.from_pretrained, base()), AutoPeftModel.from_pretrained):
+                with pytest.raises(Exception) as error:  # noqa: PT011
+                    load(folder, "other")
+                errors.append((type(error.value), str(error.value)))
+        monkeypatch.setattr("peft.config.hf_hub_download", peft.config.hf_hub_download.__wrapped__)
+        monkeypatch.setattr("peft.peft_model.load_peft_weights", peft.load_peft_weights)
+        monkeypatch.setattr("peft.auto.PeftConfig", PeftConfig)
+    assert errors[:12] == errors[12:]
+    assert len(set(errors)) > 3
 
 
 @pytest.mark.parametrize("strategy", ["id3", "random", "d3-repeat", "pafi"])
@@ -480,11 +579,13 @@ def test_a_head_is_trained_dense_saved_by_peft_and_disabled_with_the_adapter(tmp
         run_steps(each.train(), batches[:STEPS])
     assert torch.equal(scores(model), scores(plain))
     model.save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(base(), tmp_path / "adapter")
-    for each in (model, again):
+    SparseDelta.from_model(plain).save(tmp_path / "plain")
+    again, other = (PeftModel.from_pretrained(base(), tmp_path / name) for name in ("adapter", "plain"))
+    for each in (model, again, other):
         assert torch.equal(scores(each), scores(plain))
         with each.disable_adapter():
             assert torch.equal(scores(each), scores(base()))
+    for each in (model, again):
         with pytest.raises(SparsifyError, match="have modules_to_save or a LoRA, which cannot"):
             each.add_weighted_adapter(["default"], [0.5], "half")
     for served in (SparseDelta.load(tmp_path / "adapter").apply(base()), load_model(None, tmp_path / "adapter")):

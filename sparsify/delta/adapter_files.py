@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import read_header
-from sparsify.delta.entries import DeltaParts, StrPath
+from sparsify.delta.entries import Config, DeltaParts, StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.peft_files import CONFIG_NAME, PREFIX
 from sparsify.errors import SparsifyError
@@ -50,18 +50,23 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
 
 
-def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> bool:
-    """Writes a delta as an adapter, to be run, of a base, by default the recorded one; returns whether one is known."""
-    config, file = delta[2], folder / WEIGHTS_NAME
-    if file.exists() and KEY not in read_header(file):
-        raise SparsifyError(f"`{file}` is there already and is another adapter's: give another path.")
-    settings = {
+def settings_of(config: Config) -> dict[str, Any]:
+    """The ``adapter_config.json`` of a delta's config; the adapter is to be run."""
+    return {
         "peft_type": PEFT_TYPE,
-        "base_model_name_or_path": base or config.get("base_model_name_or_path"),
+        "base_model_name_or_path": config.get("base_model_name_or_path"),
         "revision": config.get("base_model_revision"),
         "inference_mode": True,
         "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
     }
+
+
+def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> bool:
+    """Writes a delta as an adapter of a base, by default the recorded one; returns whether one is known."""
+    settings, file = settings_of(delta[2]), folder / WEIGHTS_NAME
+    settings["base_model_name_or_path"] = base or settings["base_model_name_or_path"]
+    if file.exists() and KEY not in read_header(file):
+        raise SparsifyError(f"`{file}` is there already and is another adapter's: give another path.")
     if is_known := settings["base_model_name_or_path"] is not None:
         delta_format.replace_file(file, safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"}))
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())

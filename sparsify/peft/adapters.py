@@ -6,8 +6,7 @@
     a LoRA         of the only adapter: layers of PEFT, which it disables and merges itself, trained and stored whole
 
 The weights hold the active adapter's values at all times, so that merging, and a forward pass, cost nothing. PEFT and
-transformers find the adapters in one ``BaseTunerLayer`` without parameters, a child of the base model. What an adapter
-has learned is no part of the model's state dict, whose weights hold it: it is loaded as an extra state, of any shape.
+transformers find the adapters in one ``BaseTunerLayer`` without parameters, a child of the base model.
 """
 
 import re
@@ -40,7 +39,7 @@ _REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the co
 
 
 class SparseAdapter(nn.Module):
-    """One adapter: its config and, unless it is in training, its delta."""
+    """One adapter: its config and, unless it is in training, its delta, which is loaded as a state of any shape."""
 
     def __init__(self, config: Any, load: Callable[[SparseDelta], None]) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
                     switch.detach(name)
                 switch.attach(name, delta)
                 adapter.delta = delta
-        self._show(None if self._disable_adapters else _single(self.active_adapters))
+        self.set_adapter(self.active_adapters)
 
     def delta_of(self, name: str) -> SparseDelta:
         """What an adapter has learned, without ``modules_to_save``, which PEFT saves itself."""
@@ -137,10 +136,11 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         others = [name for name in self.active_adapters if name != adapter_name]
         self.set_adapter(others or list(self.sparse_values)[:1])
 
-    def leave(self, names: list[str] | None, safe_merge: bool = False) -> None:
+    def leave(self, merge: bool, names: list[str] | None, safe_merge: bool) -> None:
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
-        name = _single(self.active_adapters if names is None else names)
-        self._check_safe(name, safe_merge)
+        if merge:
+            self.merge(safe_merge, names)
+        name = _single(self.merged_adapters) if merge else None
         self._take_out()
         self._show(name)
         if name is not None and name == self.live:
@@ -151,13 +151,12 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         name = _single(names)
-        if not self._disable_adapters:
-            self._show(name)
+        self._show(None if self._disable_adapters else name)
         self._active_adapter = names
 
     def enable_adapters(self, enabled: bool) -> None:
         self._disable_adapters = not enabled
-        self._show(_single(self.active_adapters) if enabled else None)
+        self.set_adapter(self.active_adapters)
 
     def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
         if self.live in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
@@ -165,16 +164,14 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         names = check_adapters_to_merge(self, adapter_names)  # warns where there is nothing to do
-        self._check_safe(_single([*self.merged_adapters, *names]), safe_merge)
-        if names and adapter_names:
-            self.set_adapter(names)
-        self.merged_adapters += names  # whose values the weights hold anyway
-
-    def _check_safe(self, name: str | None, safe_merge: bool) -> None:
+        name = _single([*self.merged_adapters, *names])
         own = [self._engine.values] if name == self.live and name is not None else []
         own += [parameter for layer in self._lora for parameter in layer.parameters()]
         if safe_merge and not all(parameter.isfinite().all() for parameter in own):
             raise SparsifyError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")  # PEFT's
+        if names and adapter_names:
+            self.set_adapter(names)
+        self.merged_adapters += names  # whose values the weights hold anyway
 
     def unmerge(self) -> None:
         if not self.merged:

@@ -14,7 +14,7 @@ from sparsify.core.schedule import Schedule
 from sparsify.delta.adapter_files import PEFT_TYPE
 from sparsify.errors import SparsifyError
 from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
-from sparsify.strategies.targets import ALL_LINEAR
+from sparsify.strategies.targets import ALL_LINEAR, match_modules
 
 # arguments of sparsify() that are passed on; the last two go into no file
 _SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed", "calibration", "loss_fn")
@@ -22,7 +22,6 @@ _SAME = ("budget", "steps", "exclude_modules", "trainable_token_indices", "seed"
 # LoRA's settings that go with sparse entries; others change the base, or train more than two matrices
 _LORA = "r target_modules exclude_modules layers_to_transform layers_pattern rank_pattern lora_alpha alpha_pattern "
 _LORA += "lora_dropout fan_in_fan_out use_rslora runtime_config"
-_INITS = (True, False, "gaussian", "orthogonal")
 
 
 @dataclass
@@ -30,8 +29,8 @@ class SparseConfig(PeftConfig):
     """Trains ``budget`` of a model's numbers, chosen while it trains: a ``PeftConfig`` to use in place of LoRA's.
 
     ``task_type``, ``inference_mode``, ``revision``, ``layers_to_transform``, ``layers_pattern`` and ``modules_to_save``
-    are PEFT's; the other arguments are those of :func:`sparsify.sparsify`. Without ``target_modules``, all parameters
-    that require grad are candidates; those that it names are candidates even if they are frozen.
+    are PEFT's; the other arguments are those of :func:`sparsify.sparsify`. Without ``target_modules``, candidates are
+    all parameters that require grad, or linear layers with ``layers_to_transform``; those that it names may be frozen.
 
     Args:
         strategy: the name of a preset, a ``Strategy``, or what its ``to_dict()`` gives.
@@ -73,9 +72,8 @@ class SparseConfig(PeftConfig):
             self.strategy = self.strategy.to_dict()
         if isinstance(self.schedule, Schedule):
             self.schedule = asdict(self.schedule)
-        if self.modules_to_save is not None:
-            self.modules_to_save = list(self.modules_to_save)  # to which PEFT adds heads
-        if self.layers_to_transform is not None and not isinstance(self.target_modules, (list, tuple, set)):
+        self.modules_to_save = self.modules_to_save and list(self.modules_to_save)  # to which PEFT adds heads
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
             given = f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}"
             raise SparsifyError(f'{given}; expected a list of names there, as in target_modules=["q_proj", "v_proj"].')
         self.lora = None if self.lora is None else _checked(self.lora)
@@ -93,16 +91,20 @@ class SparseConfig(PeftConfig):
         strategy, schedule = self._resolve()
         targets = self.target_modules
         if self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR)):
-            names = [name for name, _ in model.named_modules() if check_target_module_exists(self, name)]
+            names = [name for name, _ in model.named_modules() if targets and check_target_module_exists(self, name)]
+            if targets is None:  # PEFT asks for no layer of a module that is named in full
+                own = replace(self, target_modules=["weight"])
+                linear = sorted(match_modules(model, ALL_LINEAR, "target_modules"))
+                names = [name for name in linear if check_target_module_exists(own, f"_.{name}.weight")]
             if not names:
                 given = f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r}"
                 remedy = "give numbers of its layers from 0, and layers_pattern if their list is not found."
                 raise SparsifyError(f"{given} match no module of the model; {remedy}")
             inner = [f"{name}.base_layer" * hasattr(model.get_submodule(name), "base_layer") or name for name in names]
             targets = "|".join(map(re.escape, inner))  # of layers that LoRA has wrapped
-        own = {name: getattr(self, name) for name in _SAME}
+        same = {name: getattr(self, name) for name in _SAME}
         dense = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"] if self.lora else None
-        return {**own, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
+        return {**same, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
 
     def _resolve(self) -> tuple[Strategy, Schedule]:
         if self.strategy == "full":
@@ -123,7 +125,8 @@ def _checked(lora: Any) -> Any:
     lora = PeftConfig.from_peft_type(**lora) if isinstance(lora, dict) else lora
     if not isinstance(lora, LoraConfig):
         raise SparsifyError(f"lora={lora!r:.200}; expected a LoraConfig of PEFT, as in LoraConfig(r=8).")
-    own = {**vars(lora), "init_lora_weights": True} if lora.init_lora_weights in _INITS else vars(lora)
+    inits = (True, False, "gaussian", "orthogonal")
+    own = {**vars(lora), "init_lora_weights": True} if lora.init_lora_weights in inits else vars(lora)
     names = own.keys() - vars(PeftConfig()).keys() - set(_LORA.split())
     if others := sorted(name for name in names if own[name] != vars(LoraConfig())[name]):
         problem = f"lora=LoraConfig({others[0]}={own[others[0]]!r:.100}) does not go with sparse entries"

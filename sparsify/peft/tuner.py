@@ -120,7 +120,7 @@ class SparseModel(BaseTuner):
     def _unload_and_optionally_merge(  # type: ignore[override]
         self, merge: bool = True, adapter_names: Any = None, safe_merge: bool = False, **kwargs: Any
     ) -> Any:
-        getattr(self.model, LAYER).leave(adapter_names if merge else [], safe_merge)
+        getattr(self.model, LAYER).leave(merge, adapter_names, safe_merge)
         delattr(self.model, LAYER)
         return super()._unload_and_optionally_merge(merge, **kwargs, adapter_names=adapter_names)
 

@@ -53,7 +53,7 @@ def client(hub, tmp_path, request):
     return run
 
 
-def test_peft_pushes_a_sparse_adapter_that_is_loaded_by_its_id(hub, client):
+def test_peft_pushes_a_sparse_adapter_that_is_loaded_by_its_id_and_loads_a_delta_so(hub, client):
     client(f"""
 from peft import PeftModel, get_peft_model
 from sparsify.peft import SparseConfig
@@ -69,6 +69,10 @@ model.push_to_hub("{REPO}")
 inputs = {{key: value for key, value in build("bert")[1][0].items() if key != "labels"}}
 for again in (PeftModel.from_pretrained(base(), "{REPO}"), Bert.from_pretrained("{REPO}")):
     assert torch.equal(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+delta = SparseDelta.from_model(model).entries_only()
+delta.push_to_hub("{OWNER}/delta")
+again = PeftModel.from_pretrained(base(), "{OWNER}/delta")
+assert torch.equal(again.eval()(**inputs).logits, delta.apply(base()).eval()(**inputs).logits)
 """)
     assert set(hub.repos[REPO].files()) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
 
