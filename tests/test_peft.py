@@ -217,22 +217,6 @@ def test_saved_it_is_two_files_and_every_way_of_loading_gives_the_trained_model(
     assert files[0].stat().st_size < files[1].stat().st_size + 250  # for a header around it
 
 
-def test_a_delta_is_saved_as_an_adapter_of_its_recorded_base(base, tmp_path):
-    delta = SparseDelta.from_model(adapted(base))
-    delta.save(tmp_path, adapter=True)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert SparseDelta.load(tmp_path) == delta
-    assert same(delta.apply(base()), AutoPeftModelForCausalLM.from_pretrained(tmp_path))
-    with pytest.raises(SparsifyError, match="the delta records no base: set"):
-        SparseDelta(delta.tensors).save(tmp_path / "other", adapter=True)
-    with pytest.raises(SparsifyError, match=r"save\(adapter=True\) goes by the base's own tensors"):
-        SparseDelta.from_model(with_both(base)).save(tmp_path / "other", adapter=True)
-    assert not (tmp_path / "other").exists()
-    get_peft_model(base(), LoraConfig(target_modules=TARGETS)).save_pretrained(tmp_path / "lora")
-    with pytest.raises(SparsifyError, match="is there already and is another adapter's"):
-        delta.save(tmp_path / "lora", adapter=True)
-
-
 def test_peft_loads_a_plain_delta_folder_with_the_recorded_base(base, tmp_path):
     trained = sparsify(base(), BUDGET, steps=STEPS, target_modules=TARGETS)
     train(trained)
@@ -259,7 +243,7 @@ def test_peft_loads_a_plain_delta_folder_with_the_recorded_base(base, tmp_path):
     del delta.config["base_model_name_or_path"]
     delta.save(tmp_path / "no base")
     assert same(expected, PeftModel.from_pretrained(base(), tmp_path / "no base"))
-    with pytest.raises(SparsifyError, match=r"no base` records no base: .* PeftModel.from_pretrained\(base, "):
+    with pytest.raises(SparsifyError, match=r"no base` records no base: give PeftModel.from_pretrained\(base, path"):
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "no base")
 
 

@@ -20,7 +20,6 @@ from sparsify.delta.checkpoint.reader import read_header
 from sparsify.delta.entries import Config, DeltaParts, StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.peft_files import CONFIG_NAME, PREFIX
-from sparsify.errors import SparsifyError
 
 PEFT_TYPE = "SPARSIFY"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -61,13 +60,10 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
 
 
-def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> bool:
-    """Writes a delta as an adapter of a base, by default the recorded one; returns whether one is known."""
+def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> None:
+    """Writes a delta as an adapter of a base, by default the recorded one; nothing where none is known."""
     settings, file = settings_of(delta[2]), folder / WEIGHTS_NAME
     settings["base_model_name_or_path"] = base or settings["base_model_name_or_path"]
-    if file.exists() and KEY not in read_header(file):
-        raise SparsifyError(f"`{file}` is there already and is another adapter's: give another path.")
-    if is_known := settings["base_model_name_or_path"] is not None:
+    if settings["base_model_name_or_path"] is not None:
         delta_format.replace_file(file, safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"}))
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())
-    return is_known

@@ -26,7 +26,6 @@ from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, plan_delta
 from sparsify.delta.peft_files import read_adapter
-from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -154,24 +153,17 @@ class SparseDelta(Summable):
         """
         return cls(*read_adapter(folder, base))
 
-    def save(self, path: StrPath, *, adapter: bool = False) -> None:
+    def save(self, path: StrPath) -> None:
         """Writes the delta, completely or not at all; a delta that was there before is replaced.
 
         Args:
             path: a folder, made if need be, that gets ``sparse_delta.safetensors``, and ``sparse_delta_config.json``
                 for people to read; or a path that ends in ``.safetensors``, of the only file that is written.
-            adapter: write an adapter of PEFT instead, which ``from_pretrained`` loads with the recorded base.
 
         Raises:
-            SparsifyError: when ``config`` does not go into JSON, or a file that is no delta is in the way; for an
-                adapter, when no base is recorded, or the delta is of modules that the base does not have.
+            SparsifyError: when ``config`` does not go into JSON, or a file that is no delta is in the way.
         """
-        if not adapter:
-            hub.save(Path(path), self.tensors, self.whole, self.config)
-            return
-        check_not_extended(self.config, "save(adapter=True)")
-        if not adapter_files.write_adapter(Path(path), (self.tensors, self.whole, self.config)):
-            raise SparsifyError("the delta records no base: set config['base_model_name_or_path'] to its id or folder.")
+        hub.save(Path(path), self.tensors, self.whole, self.config)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None,

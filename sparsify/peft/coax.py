@@ -61,8 +61,8 @@ def _make_config(file: Path) -> int:
     config: dict[str, Any] = {}
     with suppress(Exception), file.open("rb") as opened:  # PEFT would hide it; the weights are read next
         config = delta_format.read_header(opened)[1]["config"]
-    with tempfile.TemporaryFile("w+") as made:
-        json.dump(settings_of(config), made)
+    with tempfile.TemporaryFile() as made:
+        made.write(json.dumps(settings_of(config)).encode())
         made.seek(0)
         return os.dup(made.fileno())
 
@@ -78,9 +78,7 @@ class _AutoConfig(PeftConfig):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         config: Any = PeftConfig.from_pretrained(*args, **kwargs)
         if config.peft_type == PEFT_TYPE and not config.base_model_name_or_path:
-            raise SparsifyError(
-                f"`{args[0]}` records no base: load it, and call PeftModel.from_pretrained(base, path)."
-            )
+            raise SparsifyError(f"`{args[0]}` records no base: give PeftModel.from_pretrained(base, path) one.")
         return config
 
 

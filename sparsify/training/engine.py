@@ -325,17 +325,17 @@ class Engine(TrainingStep):
 
     def catch_up(self, *, by_value: bool = False) -> bool:
         """Catches up with interrupted steps, and what was written to; whether nothing shows that there is any."""
-        are_others = by_value or self.weights.loaded or self.entries.written or optimizer_steps.has_uncounted_step(self)
-        if not are_others and self.weights.are_as_left():
+        is_uncounted = optimizer_steps.has_uncounted_step(self)
+        others = by_value or self.weights.loaded or self.entries.written or is_uncounted
+        if not others and self.weights.are_as_left:
             self._mask_dropped()
             return True
         if self.entries.values.is_meta:
             raise SparsifyError(OFFLOADED.format(name=VALUES))
-        if optimizer_steps.has_uncounted_step(self):
-            if self.weights.are_in_step:
-                optimizer_steps.forget_uncounted_steps(self)  # it failed before it had moved them
-            else:
-                self.optimizer_stepped()
+        if is_uncounted and self.weights.are_in_step:
+            optimizer_steps.forget_uncounted_steps(self)  # it failed before it had moved them
+        elif is_uncounted:
+            self.optimizer_stepped()
         if self.weights.loaded and not self.paused:  # by a part of the model
             self.state_loaded(has_entries=self.loading[0])
         self.weights.adopt_touched(self.base_digests)

@@ -174,6 +174,7 @@ class EffectiveWeights:
         weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
         scatter(weights, self._entries.counts, indices, self._entries.effective(), seen)
 
+    @property
     def are_as_left(self) -> bool:
         """Whether nothing shows, without a wait for a GPU, that they or the flat delta were changed since the write."""
         return bool(self._marks) and self._marks == self._marks_now()
@@ -184,17 +185,12 @@ class EffectiveWeights:
             return []
         values: Any = self._entries.values
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer
-            return [(id(values), values.requires_grad, values._version, values.data_ptr())] + [
-                (own.parameter.requires_grad, own.parameter.shape, own.parameter.device)
-                if own.is_quantized or own.is_parallel
-                else (
-                    own.parameter.requires_grad,
-                    own.parameter.shape,
-                    own.parameter._version,
-                    own.parameter.data_ptr(),
-                )
-                for own in self._tensors
-            ]
+            marks: list[tuple[Any, ...]] = [(id(values), values.requires_grad, values._version, values.data_ptr())]
+            for tensor in self._tensors:
+                own, is_plain = tensor.parameter, not (tensor.is_quantized or tensor.is_parallel)
+                place = (own._version, own.data_ptr()) if is_plain else (own.device,)
+                marks.append((own.requires_grad, own.shape, *place))
+            return marks
 
     def mark_stale(self) -> None:
         """Has them written before they are used next, whether the flat delta changes or not."""
@@ -273,7 +269,7 @@ class EffectiveWeights:
 
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
-        self.refresh(self.are_as_left())
+        self.refresh(self.are_as_left)
         self.reshard()
         trained = [tensor.own_effective for tensor in self._tensors]
         self.step.paused = True
