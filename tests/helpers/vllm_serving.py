@@ -15,7 +15,7 @@ from contextlib import suppress
 import psutil
 import torch
 import transformers
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsify import DeltaPublisher, sparsify
 
@@ -42,8 +42,19 @@ def save(name, folder, seed=0):
     torch.manual_seed(seed)
     getattr(transformers, f"{name}ForCausalLM")(config(**SIZES | CONFIGS[name])).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({str(number): number for number in range(200)}, unk_token="3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return str(folder)
+
+
+@torch.no_grad()
+def greedy(model):
+    """A model's answers to the prompts."""
+    tokens = torch.tensor(PROMPTS)
+    for _ in range(NEW_TOKENS):  # faster than generate()
+        best = model.eval()(input_ids=tokens).logits[:, -1].argmax(1, keepdim=True)
+        tokens = torch.cat([tokens, best], 1)
+    return tokens[:, len(PROMPTS[0]) :].tolist()
 
 
 class Run:
@@ -61,13 +72,8 @@ class Run:
         self.optimizer.zero_grad()
         return self
 
-    @torch.no_grad()
     def answers(self):
-        tokens = torch.tensor(PROMPTS)
-        for _ in range(NEW_TOKENS):  # faster than generate()
-            best = self.model.eval()(input_ids=tokens).logits[:, -1].argmax(1, keepdim=True)
-            tokens = torch.cat([tokens, best], 1)
-        return tokens[:, len(PROMPTS[0]) :].tolist()
+        return greedy(self.model)
 
 
 class InProcess:
@@ -111,7 +117,7 @@ class Served:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = port or found.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        given = {"model": folder, "port": self.port, "host": "127.0.0.1", "served_model_name": "policy", **OPTIONS}
+        given = {"model": folder, "port": self.port, "host": "127.0.0.1", **OPTIONS}
         given |= {"weight_transfer_config": '{"backend": "sparsify"}', "enable_scale_out": True}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for key, value in given.items():
@@ -119,7 +125,7 @@ class Served:
         self.process = subprocess.Popen(command, env=os.environ | CPU, start_new_session=True)
 
     def wait_until_up(self):
-        for _ in range(1200):
+        for _ in range(3000):
             with suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/health", timeout=5)
                 return self
@@ -128,7 +134,7 @@ class Served:
         raise TimeoutError("vLLM does not come up")
 
     def post(self, route, **body):
-        data = json.dumps({"model": "policy", **body}).encode()
+        data = json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{route}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["choices"][0]

@@ -8,26 +8,12 @@ import torch
 
 pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError, reason="needs vLLM: see environment.sh")
 
-from vllm_serving import PROMPTS, Run, Served, save
+from vllm_serving import PROMPTS, Run, Served
 
 from sparsify import SparseDelta, SparsifyError
 from sparsify.integrations.vllm import VLLMPublisher, VLLMServer, VLLMTasks
 
 UPDATES = 200
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save("Llama", tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    server = Served(folder)
-    try:
-        yield server.wait_until_up()
-    finally:
-        server.close()
 
 
 def test_deltas_by_name_and_openais_api(server, folder, tmp_path):
