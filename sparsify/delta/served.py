@@ -108,6 +108,8 @@ class Window(NamedTuple):
         end = self.offset + sum((size - 1) * stride for size, stride, _ in self.dims) + 1
         first, last = torch.searchsorted(indices, torch.tensor([self.offset, end])).tolist()
         rest = indices[first:last] - self.offset
+        if [dim[1:] for dim in self.dims] == [(1, 1)]:
+            return torch.arange(first, last), rest + self.start
         positions, is_here = torch.full_like(rest, self.start), torch.ones_like(rest, dtype=torch.bool)
         for size, stride, step in self.dims:
             number = rest.div(stride, rounding_mode="floor") if stride > 1 else rest
