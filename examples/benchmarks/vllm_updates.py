@@ -2,9 +2,10 @@
 
     $(tests/integrations/with_vllm/environment.sh) examples/benchmarks/vllm_updates.py --shape llama-1b
 
-new        the worker's side of the weight transfer backend "sparsify": all entries are new to it, and looked up in the
-           checkpoint and in memory, and compared with the base
-values     the same, for entries that it knows
+start      what a worker of the weight transfer backend "sparsify" asks vLLM's loader when it starts: where tensors are
+new        a first snapshot: all entries are new, and looked up in memory and compared with the base
+more       an update with new values of all entries, one in a hundred of which is new
+values     an update with new values of entries that it knows
 patches    vLLM's own sparse patches, ``load_checkpoint_weight_patches``
 all        every weight through vLLM's loader, from the checkpoint's files in the system's cache
 
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +39,9 @@ from sparsify.delta.entries import TensorDelta
 from sparsify.integrations.receiver import Request
 from sparsify.stream.version import Changes, KnownValues, write_message
 
-WAYS, CHAIN = ("new", "values", "patches", "all"), "0" * 32
+Entries = dict[str, TensorDelta]
+WAYS, CHAIN = ("start", "new", "more", "values", "patches", "all"), "0" * 32
+LATER = 100  # one entry in so many is in the first update, the others are in the snapshot
 
 
 def main(
@@ -55,16 +59,25 @@ def main(
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         torch.manual_seed(0)
         indices = {name: torch.randint(size, (max(1, int(size * density)),)).unique() for name, size in sizes.items()}
-        base = {name: entries_of(own, indices[name], lambda values: values) for name, own in model.named_parameters()}
+        later = {name: own[LATER - 1 :: LATER] for name, own in indices.items()}
+        earlier = {name: own[~torch.isin(own, later[name])] for name, own in indices.items()}
+        bases = [of_model(model, own) for own in (indices, earlier, later)]
         del model
-        rows = measure(folder, dtype, dict(sorted(base.items())), rounds)
+        rows = measure(folder, dtype, *bases, rounds)
     count, total = sum(map(len, indices.values())), sum(sizes.values())
     columns = ("way", "bytes", "ms, median", "ms, least", "peak (MB)")
     report(f"{shape}, {dtype}: {count:,} of {total:,} weights; {rounds} rounds", columns, table(rows))
     write_json(json, rows, shape=shape, dtype=dtype, entries=count, weights=total)
 
 
-def measure(folder: str, dtype: str, base: dict[str, TensorDelta], rounds: int) -> dict[str, list[dict[str, float]]]:
+def of_model(model: torch.nn.Module, indices: dict[str, Tensor]) -> Entries:
+    parameters = sorted((name, own) for name, own in model.named_parameters() if len(indices[name]))
+    return {name: entries_of(own, indices[name], lambda values: values) for name, own in parameters}
+
+
+def measure(
+    folder: str, dtype: str, base: Entries, earlier: Entries, later: Entries, rounds: int
+) -> dict[str, list[dict[str, float]]]:
     from vllm import LLM
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,
@@ -78,15 +91,19 @@ def measure(folder: str, dtype: str, base: dict[str, TensorDelta], rounds: int) 
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
 
     for number in range(1, rounds + 1):
-        new = {name: train(part, number) for name, part in base.items()}
-        parts = {name: part.values for name, part in new.items()}
-        values = torch.cat(list(parts.values()))
+        first, second, new = (train(part, number + turn) for turn, part in enumerate((earlier, later, base)))
+        between = {name: part.values for name, part in train(earlier, number + 1).items()}
         patches = [CheckpointWeightPatch(n, p.shape, p.dtype, p.values, p.indices) for n, p in new.items()]
-        snapshot = write_message(CHAIN, 2 * number, Changes(new, {}, None), {})
-        update = write_message(CHAIN, 2 * number + 1, Changes({}, {}, {values.dtype: KnownValues(values)}), {})
-        engine._receiver = None  # as a worker that was started anew
+        version = partial(write_message, CHAIN)
+        messages = {
+            "new": version(3 * number, Changes(first, {}, None), {}),
+            "more": version(3 * number + 1, Changes(second, {}, known(between)), {}),
+            "values": version(3 * number + 2, Changes({}, {}, known({n: p.values for n, p in new.items()})), {}),
+        }
         restore(served, folder)
-        for way, message in (("new", snapshot), ("values", update)):
+        vars(engine).pop("_receiver")  # as a worker that was started anew
+        rows["start"].append(timed(lambda: engine._receiver, 0))
+        for way, message in messages.items():
             request = Request(data=base64.b64encode(message).decode())
             rows[way].append(timed(partial(engine.receive_weights, request), len(message)))
         nbytes = sum(4 * len(p.indices) + p.values.nbytes for p in new.values())
@@ -96,10 +113,16 @@ def measure(folder: str, dtype: str, base: dict[str, TensorDelta], rounds: int) 
     return rows
 
 
-def train(part: TensorDelta, number: int) -> TensorDelta:
+def train(base: Entries, seed: int) -> Entries:
     """The same entries with other values."""
-    noise = torch.randn(len(part.values), generator=torch.Generator().manual_seed(number)).to(part.dtype)
-    return TensorDelta(part.indices, noise, part.shape, part.dtype, part.kind, part.base_sha256)
+    generator = torch.Generator().manual_seed(seed)
+    noise = {name: torch.randn(part.count, generator=generator).to(part.dtype) for name, part in base.items()}
+    return {name: replace(part, values=noise[name]) for name, part in base.items()}
+
+
+def known(values: dict[str, Tensor]) -> dict[torch.dtype, KnownValues]:
+    every = torch.cat(list(values.values()))
+    return {every.dtype: KnownValues(every)}
 
 
 def restore(served: Any, folder: str) -> None:

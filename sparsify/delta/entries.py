@@ -134,7 +134,7 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
         raise DeltaFormatError(f"indices are {stored.dtype} of shape {tuple(stored.shape)}, {expected}")
     # by chunks: each number of a gap stream takes 30 bytes while it is decoded
     chunks = stored.split(_CHUNK) if stored.dtype == torch.uint16 else ()
-    if (found := stored.numel() - sum(int((chunk.to(torch.int32) == ESCAPE).sum()) for chunk in chunks)) != count:
+    if (found := stored.numel() - sum(int((chunk.view(torch.int16) == -1).sum()) for chunk in chunks)) != count:
         raise DeltaFormatError(f"indices hold {found} entries, expected {count}")
     if not chunks:
         return stored.to(torch.int64)
@@ -147,7 +147,7 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
         is_entry = stream != ESCAPE
         # an escape skips 65535 positions, an entry its gap and itself
         positions = (stream + is_entry).cumsum(0) + position
-        entries = positions[is_entry]
+        entries = positions if count == stored.numel() else positions[is_entry]
         indices[done : done + entries.numel()] = entries
         done += entries.numel()
         position = int(positions[-1:].sum())  # [-1:]: there may be no number

@@ -46,12 +46,12 @@ class ServedModel(nn.Module):
 
     def find_targets(self, names: Iterable[str]) -> dict[str, Any]:
         """The tensors with these names; raises where the checkpoint lacks one, or the engine does not just copy it."""
-        targets, (model,) = dict.fromkeys(names), self._model
+        targets, (model,), stored = dict.fromkeys(names), self._model, self.checkpoint
         parts = (*model.named_parameters(), *model.named_buffers())
         memory = {part.untyped_storage().data_ptr(): name for name, part in parts if part.numel()}  # by address
-        stored, new = self.checkpoint, [name for name in targets if name not in self._tensors]
-        layouts = {name: stored.copies(name, stored.layout(name)) for name in new}
-        windows = self._ask_loader({key for own in layouts.values() for layout in own for key in layout.keys}, memory)
+        layouts = {name: stored.copies(name, stored.layout(name)) for name in targets if name not in self._tensors}
+        keys = {key for own in layouts.values() for layout in own for key in layout.keys}
+        windows = self._ask_loader(keys, memory) if keys else {}
         self._tensors |= {name: ServedTensor(name, self, own, windows) for name, own in layouts.items()}
         found = {name: self._tensors[name] for name in targets}
         first_names = {tensor.origin: name for name, tensor in reversed(found.items())}
@@ -108,6 +108,8 @@ class Window(NamedTuple):
         end = self.offset + sum((size - 1) * stride for size, stride, _ in self.dims) + 1
         first, last = torch.searchsorted(indices, torch.tensor([self.offset, end])).tolist()
         rest = indices[first:last] - self.offset
+        if [dim[1:] for dim in self.dims] == [(1, 1)]:
+            return torch.arange(first, last), rest + self.start
         positions, is_here = torch.full_like(rest, self.start), torch.ones_like(rest, dtype=torch.bool)
         for size, stride, step in self.dims:
             number = rest.div(stride, rounding_mode="floor") if stride > 1 else rest

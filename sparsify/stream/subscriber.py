@@ -128,9 +128,8 @@ class Held(NamedTuple):
 
 def plan_update(changes: Changes, held: Held, model: nn.Module) -> tuple[PatchPlan, Held]:
     """Plans an update on the version before; raises where it does not fit what is held, or the model."""
-    entries, whole = dict(held.entries), dict(held.whole)
+    entries, whole, known = dict(held.entries), dict(held.whole), changes.known or {}
     steps: PatchPlan = []
-    known = changes.known or {}
     for dtype in known:
         group = {name: part for name, part in held.entries.items() if part.values.dtype == dtype}
         for name, (places, values) in zip(group, _spread(known[dtype], group.values()), strict=True):

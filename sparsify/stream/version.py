@@ -61,9 +61,10 @@ class TrainedEntries(NamedTuple):
         return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
 
     def joined(self, more: "TrainedEntries") -> "TrainedEntries":
-        parts = [torch.cat([own, part.to(own.dtype)]) for own, part in zip(self[4:], more[4:], strict=True)]
-        order = parts[0].argsort()
-        return TrainedEntries(*self[:4], *(part[order] for part in parts))
+        at = torch.searchsorted(more.indices, self.indices), torch.searchsorted(self.indices, more.indices, right=True)
+        places = torch.cat([part + torch.arange(len(part), device=part.device) for part in at])
+        parts = [torch.cat([part, other.to(part.dtype)]) for part, other in zip(self[4:], more[4:], strict=True)]
+        return TrainedEntries(*self[:4], *(torch.empty_like(part).index_copy_(0, places, part) for part in parts))
 
     def reverted(self) -> "TrainedEntries":
         """The entries with values that leave the base as it is."""
@@ -222,8 +223,7 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
             raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
         return None
     if values.dtype != dtype or values.dim() != 1:
-        shape = tuple(values.shape)
-        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
+        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {(*values.shape,)}, expected (n,) {dtype}")
     if not values.isfinite().all():
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:

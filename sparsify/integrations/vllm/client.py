@@ -100,17 +100,14 @@ class VLLMPublisher:
     Args:
         model: a sparsified model; ``None`` for TRL's trainer, which loads it: set ``publisher.model`` then.
         engines: the URL of a vLLM server, or of several.
-        attempts: number of times that a server is tried, after pauses that grow.
-        options: of :class:`VLLMServer`.
+        options: of :class:`VLLMServer`, and ``attempts``: how often a server is tried, after pauses that grow (8).
     """
 
-    def __init__(
-        self, model: nn.Module | None, engines: str | Sequence[str], *, attempts: int = 8, **options: Any
-    ) -> None:
+    def __init__(self, model: nn.Module | None, engines: str | Sequence[str], **options: Any) -> None:
         self.model = model
         self._publisher: DeltaPublisher | None = None
         urls = [engines] if isinstance(engines, str) else engines
-        self._followers = [_Follower(url, attempts, **options) for url in urls]
+        self._followers = [_Follower(url, **options) for url in urls]
 
     def update(self) -> DeltaUpdate:
         """Makes the next version, of what the model holds now, and has it sent; call it between optimizer steps.
@@ -120,11 +117,8 @@ class VLLMPublisher:
         """
         if self.model is None:
             raise SparsifyError("the publisher has no model: set its `model` to what sparsify(...) returned.")
-        if self._publisher is None:
-            self._publisher = DeltaPublisher(self.model)
-            update = self._publisher.snapshot()
-        else:
-            update = self._publisher.update()
+        is_first, self._publisher = self._publisher is None, self._publisher or DeltaPublisher(self.model)
+        update = self._publisher.snapshot() if is_first else self._publisher.update()
         self(update)
         return update
 
@@ -155,7 +149,7 @@ class VLLMPublisher:
 class _Follower(VLLMServer):
     """A server and the thread that sends to it; Python ends when that has sent the last version."""
 
-    def __init__(self, url: str, attempts: int, **options: Any) -> None:
+    def __init__(self, url: str, *, attempts: int = 8, **options: Any) -> None:
         super().__init__(url, **options)
         self._attempts, self._thread = attempts, ThreadPoolExecutor(1)
         self._next: DeltaUpdate | None = None

@@ -1,10 +1,10 @@
 """The weight transfer backend "sparsify" of vLLM: updates of a stream, and deltas by name, in a worker's own memory.
 
-    vllm serve MODEL --weight-transfer-config '{"backend": "sparsify"}'
-
 A :class:`Request` is one ``update_weights``: when it returns, everything is written, or nothing.
 """
 
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,20 @@ class SparsifyWeightTransferEngine(WeightTransferEngine[WeightTransferInitInfo, 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         check_supported(vllm_config)
-        self._receiver: Receiver | None = None
+        with suppress(Exception):  # of the checkpoint: the first request raises it again
+            _ = self._receiver
 
     def receive_weights(self, update_info: Request) -> None:
         """Carries out a request; raises, and changes nothing, where it cannot."""
-        if self._receiver is None:
-            world, path = get_world_group(), _checkpoint(self.vllm_config)
-            model = ServedModel(self.model, path, self.model_config.dtype, is_shard=world.world_size > 1)
-            self._receiver = Receiver(model, world.cpu_group)
         self._receiver.receive(update_info)
+
+    @cached_property
+    def _receiver(self) -> Receiver:
+        world, path = get_world_group(), _checkpoint(self.vllm_config)
+        model = ServedModel(self.model, path, self.model_config.dtype, is_shard=world.world_size > 1)
+        with suppress(SparsifyError):  # where the loader refuses a tensor, a delta's own are looked up when it comes
+            model.find_targets(model.checkpoint.plain_names())
+        return Receiver(model, world.cpu_group)
 
     def init_transfer_engine(self, init_info: Any = None) -> None:
         """Does nothing: there is no connection, and an update is complete when it has been received."""

@@ -39,6 +39,14 @@ def test_greedy_answers_are_the_trainers_at_every_version(serve, name):
     assert len(set(map(str, seen))) > 3, "the answers change"
 
 
+def test_no_update_waits_for_the_loader(serve):
+    engine, run = serve("Qwen3Moe")
+    served = engine.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    served.load_weights = None
+    engine.send(run.step().publisher.update().snapshot())
+    assert engine.answers() == run.answers()
+
+
 def test_damaged_doubled_reordered_and_foreign_updates_change_nothing(serve, tmp_path):
     engine, run = serve("Llama")
     engine.send(run.publisher.snapshot())
