@@ -17,7 +17,7 @@ from engines import Server, llama, start
 from trainers import make_trainer
 
 from sparsify import DeltaPublisher, SparseDelta, SparsifyCallback, SparsifyError, sparsify
-from sparsify.integrations import receiver
+from sparsify.integrations import receiver, vllm_plugin
 from sparsify.integrations.receiver import Receiver, Request
 from sparsify.integrations.vllm import VLLMPublisher, VLLMServer, VLLMTasks
 
@@ -249,3 +249,16 @@ def test_the_entry_point_costs_nothing_where_there_is_no_vllm():
     root = Path(receiver.__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert run.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_on_a_gpu_the_backend_is_registered_and_nothing_of_vllm_changed(monkeypatch, is_cpu):
+    registered, update = [], {"check_and_update_config": staticmethod(print)}
+    platform = type("Platform", (), {"is_cpu": lambda self: is_cpu, **update})
+    factory = SimpleNamespace(register_engine=lambda *names: registered.append(names[0]))
+    transfer = SimpleNamespace(WeightTransferEngineFactory=factory)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform()))
+    vllm_plugin.register()
+    assert registered == ["sparsify"]
+    assert (platform.check_and_update_config is print) == (not is_cpu)
