@@ -18,23 +18,23 @@ from torch import multiprocessing
 multiprocessing.set_forkserver_preload(["peft", "torch.distributed.nn.functional", "torch.distributed.fsdp"])
 
 
-def on_ranks(number, function, *args):
+def on_ranks(number, function, *args, method="forkserver"):
     """Results of ``function(rank, *args)`` on each of ``number`` ranks; ``None`` for a rank that exited early."""
     with tempfile.TemporaryDirectory() as folder:
-        run(number, _run, number, folder, function, args)
+        run(number, _run, number, folder, function, args, method=method)
         files = [Path(folder) / f"{rank}.pt" for rank in range(number)]
         return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
-def start(number, function, *args):
+def start(number, function, *args, method="forkserver"):
     """The ``ProcessContext`` of ``number`` processes, which run ``function(rank, *args)`` in this environment."""
     arguments = (dict(os.environ), function, *args)
-    return multiprocessing.start_processes(_in, arguments, number, join=False, start_method="forkserver")
+    return multiprocessing.start_processes(_in, arguments, number, join=False, start_method=method)
 
 
-def run(number, function, *args):
+def run(number, function, *args, method="forkserver"):
     """Runs ``function(rank, *args)`` in ``number`` processes to its end, or raises what it raises in one of them."""
-    ranks = start(number, function, *args)
+    ranks = start(number, function, *args, method=method)
     while not ranks.join():
         pass
 

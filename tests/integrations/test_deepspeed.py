@@ -135,7 +135,8 @@ def two(package, tmp_path_factory):
         patched.setenv("TORCH_EXTENSIONS_DIR", os.path.join(package, "compiled"))
         if COMPILER:  # here, as ranks would wait for each other for longer than they may
             compile_the_optimizer_for_cpus(package)
-        return on_ranks(2, on_a_rank, tmp_path_factory.mktemp("runs"))
+        # not forks of a process whose accelerate has found no DeepSpeed
+        return on_ranks(2, on_a_rank, tmp_path_factory.mktemp("runs"), method="spawn")
 
 
 @pytest.mark.parametrize("name", RUNS)
