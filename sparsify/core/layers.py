@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
-from sparsify.core.module import TENSORS, MaskedModule, count_use, masked_tensors, without_autocast
+from sparsify.core.module import MaskedModule, count_use, masked_tensors, without_autocast
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -36,7 +36,7 @@ class MaskedLinearModule(MaskedModule):
         if use is None:
             return linear(x, weight, bias, self.transposed)
         dtype = autocast_dtype(x)
-        call = LinearCall(self.__dict__[TENSORS].get("weight"), use, dtype, self.transposed)
+        call = LinearCall(masked_tensors(self).get("weight"), use, dtype, self.transposed)
         return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
 
 

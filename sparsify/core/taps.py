@@ -40,7 +40,7 @@ def tap(parameter: Any, tensor: MaskedTensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
             read = parameter.detach()
         read = read if use is None else Tap.apply(read, use, use.root)
-    read._is_param = read.is_tap = True  # a parameter to isinstance(), as get_parameter() asks; and what has read it
+    read._is_param = read.is_tap = True  # to isinstance(), as get_parameter() asks; and to __setitem__()
     return read
 
 

@@ -102,8 +102,9 @@ def _masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[n
         from sparsify.masked.conv1d import MaskedConv1D
 
         return MaskedConv1D
-    has_masked_bias = is_quantized(module._parameters.get("weight"))  # alone
-    return None if has_masked_bias else masked_class(module, tensors)
+    if is_quantized(module._parameters.get("weight")):  # the bias of such a layer may be trained
+        return None
+    return masked_class(module, tensors)
 
 
 def _quantized_problem(module: nn.Module, attribute: str) -> str | None:

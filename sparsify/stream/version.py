@@ -223,7 +223,8 @@ def _known(name: str, dtype: torch.dtype, more: dict[str, Tensor]) -> KnownValue
             raise DeltaFormatError(f"`{name}.places` has no `{name}.known` next to it")
         return None
     if values.dtype != dtype or values.dim() != 1:
-        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {(*values.shape,)}, expected (n,) {dtype}")
+        shape = tuple(values.shape)
+        raise DeltaFormatError(f"`{name}.known` is {values.dtype} of shape {shape}, expected (n,) {dtype}")
     if not values.isfinite().all():
         raise DeltaFormatError(f"`{name}.known` has values that are not finite")
     if stored is None:

@@ -99,9 +99,10 @@ def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: in
 
 def check_no_stage(root: nn.Module) -> None:
     """Raises in a stage of a pipeline, whose backward waits for that of the next, which would wait for it to choose."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
-    things = gc.get_objects() if kind is not None and num_ranks() > 1 else ()
-    stages = (thing for thing in things if issubclass(type(thing), kind))
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if kind is None or num_ranks() == 1:
+        return
+    stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
     if any(module is root for stage in stages for module in stage.submod.modules()):
         text = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose together:"
         raise SparsifyError(f"{text} shard it instead, by fully_shard(), or parallelize_module() before sparsify().")

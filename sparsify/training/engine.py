@@ -324,7 +324,7 @@ class Engine(TrainingStep):
         self.optimizer_stepped()
 
     def catch_up(self, *, by_value: bool = False) -> bool:
-        """Catches up with interrupted steps, and what was written to; whether nothing shows that there is any."""
+        """Catches up with interrupted steps and with writes of others; returns whether there is no sign of any."""
         is_uncounted = optimizer_steps.has_uncounted_step(self)
         others = by_value or self.weights.loaded or self.entries.written or is_uncounted
         if not others and self.weights.are_as_left:

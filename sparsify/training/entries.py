@@ -149,4 +149,5 @@ class ModelEntries(Entries):
 
 def checksum(ids: Tensor, first: int) -> Tensor:
     """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that before; an average's is another."""
-    return (ids * ids * torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)).sum()
+    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
+    return (ids * ids * slots).sum()

@@ -96,7 +96,7 @@ class EffectiveWeights:
         self._by_address = False  # whether they were written by their addresses
         # tensors whose weights state dicts of the model, or of a part, have replaced, with the last place to load them
         self.loaded: dict[ModelTensor, tuple[nn.Module, str]] = {}
-        self._marks: list[tuple[Any, ...]] = []  # then: what else writes to them, or to the flat delta, changes these
+        self._marks: list[tuple[Any, ...]] = []  # by their last write; later changes show in them
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": None}  # a copy writes them before they are used

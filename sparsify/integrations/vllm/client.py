@@ -117,8 +117,11 @@ class VLLMPublisher:
         """
         if self.model is None:
             raise SparsifyError("the publisher has no model: set its `model` to what sparsify(...) returned.")
-        is_first, self._publisher = self._publisher is None, self._publisher or DeltaPublisher(self.model)
-        update = self._publisher.snapshot() if is_first else self._publisher.update()
+        if self._publisher is None:
+            self._publisher = DeltaPublisher(self.model)
+            update = self._publisher.snapshot()
+        else:
+            update = self._publisher.update()
         self(update)
         return update
 

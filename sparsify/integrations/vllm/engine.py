@@ -1,5 +1,7 @@
 """The weight transfer backend "sparsify" of vLLM: updates of a stream, and deltas by name, in a worker's own memory.
 
+    vllm serve MODEL --weight-transfer-config '{"backend": "sparsify"}'
+
 A :class:`Request` is one ``update_weights``: when it returns, everything is written, or nothing.
 """
 
