@@ -33,6 +33,9 @@ CONFIGS = {
 }
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8}
 OPTIONS |= {"enforce_eager": True}
+SERVER_OPTIONS = ["--weight-transfer-config", '{"backend": "sparsify"}', "--enable-scale-out"]
+for key, value in OPTIONS.items():
+    SERVER_OPTIONS += [f"--{key.replace('_', '-')}"] + [str(value)] * (value is not True)
 CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -48,13 +51,13 @@ def save(name, folder, seed=0):
 
 
 @torch.no_grad()
-def greedy(model):
-    """A model's answers to the prompts."""
-    tokens = torch.tensor(PROMPTS)
-    for _ in range(NEW_TOKENS):  # faster than generate()
+def greedy(model, prompts=PROMPTS, count=NEW_TOKENS):
+    """A model's answers to prompts of one length."""
+    tokens = torch.tensor(prompts)
+    for _ in range(count):  # faster than generate()
         best = model.eval()(input_ids=tokens).logits[:, -1].argmax(1, keepdim=True)
         tokens = torch.cat([tokens, best], 1)
-    return tokens[:, len(PROMPTS[0]) :].tolist()
+    return tokens[:, len(prompts[0]) :].tolist()
 
 
 class Run:
@@ -113,15 +116,12 @@ class InProcess:
 class Served:
     """What ``vllm serve`` starts, a command that the distribution vllm-cpu lacks."""
 
-    def __init__(self, folder, port=None):
+    def __init__(self, folder, port=None, options=None):
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = port or found.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        given = {"model": folder, "port": self.port, "host": "127.0.0.1", **OPTIONS}
-        given |= {"weight_transfer_config": '{"backend": "sparsify"}', "enable_scale_out": True}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for key, value in given.items():
-            command += [f"--{key.replace('_', '-')}"] + [str(value)] * (value is not True)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command += ["--model", folder, "--port", str(self.port), *(SERVER_OPTIONS if options is None else options)]
         self.process = subprocess.Popen(command, env=os.environ | CPU, start_new_session=True)
 
     def wait_until_up(self):
@@ -139,11 +139,12 @@ class Served:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["choices"][0]
 
-    def generate(self, prompt):
-        """The tokens, and the labels of the versions that they are of."""
-        sampling = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+    def generate(self, prompt, count=NEW_TOKENS):
+        """The tokens, the versions that they are of with each one's last token, and why the answer ended."""
+        sampling = {"temperature": 0, "max_tokens": count, "ignore_eos": True}
         choice = self.post("inference/v1/generate", token_ids=prompt, sampling_params=sampling)
-        return choice["token_ids"], [span["version"] for span in choice["weight_versions"]]
+        versions = {span["version"]: span["end"] for span in choice["weight_versions"]}
+        return choice["token_ids"], versions, choice["finish_reason"]
 
     def answers(self):
         """By OpenAI's API."""

@@ -1,4 +1,4 @@
-"""One vLLM server for the tests that need no other."""
+"""A vLLM server for the tests of a file."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def folder(tmp_path_factory):
     return save("Llama", tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(folder):
     from vllm_serving import Served
 

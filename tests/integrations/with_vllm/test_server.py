@@ -1,14 +1,18 @@
-"""vLLM's server follows a training over HTTP, under load, and after its engine was killed; deltas by name."""
+"""vLLM's server switches between deltas; then it follows a training over HTTP, under load, and after kills.
+
+The deltas come first: a server that has followed a training serves no deltas.
+"""
 
 import random
 import threading
+import time
 
 import pytest
 import torch
 
 pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError, reason="needs vLLM: see environment.sh")
 
-from vllm_serving import PROMPTS, Run, Served
+from vllm_serving import PROMPTS, Run, Served, greedy
 
 from sparsify import SparseDelta, SparsifyError
 from sparsify.integrations.vllm import VLLMPublisher, VLLMServer, VLLMTasks
@@ -26,7 +30,7 @@ def test_deltas_by_name_and_openais_api(server, folder, tmp_path):
     for name in ("a", "b", "a"):
         tasks.activate(name)
         assert server.answers() == runs[name].answers() != base
-        assert server.generate(PROMPTS[0])[1] == [f"{name} of a,b"]
+        assert [*server.generate(PROMPTS[0])[1]] == [f"{name} of a,b"]
     with pytest.raises(SparsifyError, match="no delta called 'c' is attached"):
         tasks.activate("c")
     assert tasks.list() == {"a": True, "b": False}
@@ -48,7 +52,7 @@ def test_each_answer_under_load_is_of_one_version_and_says_of_which(server, fold
         rng = random.Random(seed)
         while not done.is_set():
             number = rng.randrange(len(PROMPTS))
-            answers.append((number, *server.generate(PROMPTS[number])))
+            answers.append((number, *server.generate(PROMPTS[number])[:2]))
 
     askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
     for number, (update, _, _) in enumerate(versions):
@@ -62,6 +66,34 @@ def test_each_answer_under_load_is_of_one_version_and_says_of_which(server, fold
     for number, tokens, (label,) in answers:
         assert tokens == expected[label][number]
     assert len({label for _, _, (label,) in answers}) > UPDATES // 4
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_an_answer_in_flight_goes_on_in_the_new_version_or_ends(server, folder, in_flight):
+    run, prompt, count, seen = Run(folder), PROMPTS[0], 48, []
+    publisher = VLLMPublisher(run.model, server.url, in_flight=in_flight)
+    publisher.update()
+    publisher.wait()
+    is_hit = False
+    while not is_hit:  # until an update comes in the middle of an answer
+        before = greedy(run.model, [prompt], count)[0]
+        asking = threading.Thread(target=lambda: seen.append(server.generate(prompt, count)))
+        asking.start()
+        time.sleep(0.1)
+        run.step()
+        update = publisher.update()
+        publisher.wait()
+        asking.join()
+        tokens, versions, reason = seen[-1]
+        is_hit = 0 < [*versions.values(), 0][0] < count
+    first = f"{update.chain}:{update.version - 1}"
+    if in_flight == "abort":
+        assert (versions, reason, tokens) == ({first: len(tokens)}, "abort", before[: len(tokens)])
+    else:
+        begun = versions[first]
+        assert (versions, reason) == ({first: begun, f"{update.chain}:{update.version}": count}, "length")
+        assert tokens[:begun] == before[:begun]
+        assert tokens[begun:] == greedy(run.model, [prompt + tokens[:begun]], count - begun)[0]
 
 
 def test_a_bad_update_over_http_changes_nothing(server):
