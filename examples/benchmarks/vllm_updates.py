@@ -9,13 +9,12 @@ values     an update with new values of entries that it knows
 patches    vLLM's own sparse patches, ``load_checkpoint_weight_patches``
 all        every weight through vLLM's loader, from the checkpoint's files in the system's cache
 
-Times are from the message's bytes, or patches in memory, to written weights. The peak is memory beyond what the process
+Times are from the message in a file, or patches in memory, to written weights. The peak is memory beyond what the process
 had before, of its own and of files that it has mapped, as Linux counts it. Rounds are interleaved.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import statistics
 import tempfile
@@ -104,7 +103,8 @@ def measure(
         vars(engine).pop("_receiver")  # as a worker that was started anew
         rows["start"].append(timed(lambda: engine._receiver, 0))
         for way, message in messages.items():
-            request = Request(data=base64.b64encode(message).decode())
+            Path(folder, "update").write_bytes(message)
+            request = Request(path=f"{folder}/update")
             rows[way].append(timed(partial(engine.receive_weights, request), len(message)))
         nbytes = sum(4 * len(p.indices) + p.values.nbytes for p in new.values())
         rows["patches"].append(timed(partial(load_checkpoint_weight_patches, served, patches), nbytes))

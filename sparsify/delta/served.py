@@ -103,13 +103,13 @@ class Window(NamedTuple):
         memory = target.detach().as_strided((target.untyped_storage().nbytes() // target.itemsize,), (1,), 0)
         return cls(memory, dims, int(source.storage_offset()), int(target.storage_offset()))
 
-    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, indices: Tensor) -> tuple[Tensor | slice, Tensor]:
         """Numbers (k,) of those of the entries at flat, ascending indices (n,) that are here, and their positions."""
         end = self.offset + sum((size - 1) * stride for size, stride, _ in self.dims) + 1
         first, last = torch.searchsorted(indices, torch.tensor([self.offset, end])).tolist()
         rest = indices[first:last] - self.offset
         if [dim[1:] for dim in self.dims] == [(1, 1)]:
-            return torch.arange(first, last), rest + self.start
+            return slice(first, last), rest + self.start
         positions, is_here = torch.full_like(rest, self.start), torch.ones_like(rest, dtype=torch.bool)
         for size, stride, step in self.dims:
             number = rest.div(stride, rounding_mode="floor") if stride > 1 else rest
@@ -121,18 +121,18 @@ class Window(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Entries in one piece of memory: their positions (k,) there, on its device, and their numbers (k,) among all."""
+    """Entries in one piece of memory: their positions (k,) there, on its device, and their numbers among all."""
 
     memory: Tensor
     positions: Tensor
-    numbers: Tensor
+    numbers: Tensor | slice  # (k,)
 
     def held(self) -> Tensor:
         return self.memory.index_select(0, self.positions)
 
     def of(self, values: Tensor) -> Tensor:
         """Those of all entries' values (n,) that go here, as they are kept here."""
-        return values.reshape(-1).index_select(0, self.numbers).to(self.memory.device, self.memory.dtype)
+        return values.reshape(-1)[self.numbers].to(self.memory.device, self.memory.dtype)
 
 
 class ServedTensor:
@@ -156,8 +156,8 @@ class ServedTensor:
         """
         found, values = torch.zeros(len(indices), dtype=torch.bool), torch.empty(len(indices), dtype=self.dtype)
         for place in self._places(indices):
-            found.index_fill_(0, place.numbers, True)
-            values.index_copy_(0, place.numbers, place.held().to("cpu", self.dtype))
+            found[place.numbers] = True
+            values[place.numbers] = place.held().to("cpu", self.dtype)
         is_whole = bool(found.all())
         if not (is_whole or self._model.is_shard):
             missing = f"{int((~found).sum()):,} of {len(found):,} entries of `{self._name}`"
@@ -184,8 +184,8 @@ class ServedTensor:
             for part in (part for layout in self._layouts for part in layout.locate(every)):
                 for window in self._windows[part.key]:
                     numbers, positions = window.locate(part.indices)
-                    positions, entries = positions.to(window.memory.device), part.entries.index_select(0, numbers)
-                    places.append(Place(window.memory, positions, entries))
+                    entries = numbers if isinstance(part.entries, slice) else part.entries[numbers]
+                    places.append(Place(window.memory, positions.to(window.memory.device), entries))
             self._last = indices, places
         return self._last[1]
 

@@ -61,10 +61,14 @@ class TrainedEntries(NamedTuple):
         return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
 
     def joined(self, more: "TrainedEntries") -> "TrainedEntries":
-        at = torch.searchsorted(more.indices, self.indices), torch.searchsorted(self.indices, more.indices, right=True)
-        places = torch.cat([part + torch.arange(len(part), device=part.device) for part in at])
-        parts = [torch.cat([part, other.to(part.dtype)]) for part, other in zip(self[4:], more[4:], strict=True)]
-        return TrainedEntries(*self[:4], *(torch.empty_like(part).index_copy_(0, places, part) for part in parts))
+        number, count = more.indices.numel(), self.indices.numel() + more.indices.numel()
+        places = torch.searchsorted(self.indices, more.indices) + torch.arange(number, device=self.indices.device)
+        is_own = torch.ones(count, dtype=torch.bool, device=places.device).index_fill_(0, places, False)
+        parts = []
+        for own, new in zip(self[4:], more[4:], strict=True):
+            part = own.new_empty(count).masked_scatter_(is_own, own)
+            parts.append(part.index_copy_(0, places, new.to(own.dtype)))
+        return TrainedEntries(*self[:4], *parts)
 
     def reverted(self) -> "TrainedEntries":
         """The entries with values that leave the base as it is."""

@@ -123,4 +123,4 @@ def test_windows_find_the_entries_of_any_view(seed):
     numbers, positions = window.locate(indices)
     target.copy_(view)
     assert memory[positions].equal(indices[numbers])
-    assert len(numbers) == int(torch.isin(indices, view.reshape(-1)).sum())
+    assert len(positions) == int(torch.isin(indices, view.reshape(-1)).sum())

@@ -152,7 +152,7 @@ class Part(NamedTuple):
 
     key: str
     indices: Tensor  # (count,) int64, flat in the stored tensor, strictly increasing
-    entries: Tensor  # (count,) int64, numbers of these among the located entries
+    entries: Tensor | slice  # (count,) int64, numbers of these among the located entries, or all of them
 
 
 class Layout:
@@ -184,7 +184,7 @@ class Layout:
         """Finds where entries at flat positions (count,) int64, strictly increasing, are stored, by window."""
         if len(self.windows) == 1 and self.windows[0].place.is_contiguous():
             window = self.windows[0]
-            return [Part(window.key, indices + int(window.place.storage_offset()), torch.arange(indices.numel()))]
+            return [Part(window.key, indices + int(window.place.storage_offset()), slice(None))]
         parts = []
         for window in self.windows:
             corners = np.ravel_multi_index(tuple((s.start, s.stop - 1) for s in window.box), self.shape, mode="clip")
