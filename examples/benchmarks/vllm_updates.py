@@ -9,7 +9,7 @@ values     an update with new values of entries that it knows
 patches    vLLM's own sparse patches, ``load_checkpoint_weight_patches``
 all        every weight through vLLM's loader, from the checkpoint's files in the system's cache
 
-Times are from the message in a file, or patches in memory, to written weights. The peak is memory beyond what the process
+Times are from a message's file, or patches in memory, to written weights. The peak is memory beyond what the process
 had before, of its own and of files that it has mapped, as Linux counts it. Rounds are interleaved.
 """
 

@@ -106,7 +106,7 @@ def test_a_bad_update_over_http_changes_nothing(server):
 
 def test_an_engine_that_is_killed_during_or_between_updates_catches_up_when_it_is_there_again(folder):
     run, server = Run(folder), Served(folder)
-    publisher = VLLMPublisher(run.model, server.url, attempts=2, timeout=20)  # without its engine a server hangs
+    publisher = VLLMPublisher(run.model, server.url, attempts=2, timeout=10)  # without its engine a server hangs
     try:
         for is_during in (True, False):
             engine = server.wait_until_up().engine_process()
