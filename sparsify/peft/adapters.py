@@ -29,13 +29,11 @@ from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import PEFT_KEY
-from sparsify.delta.patch_plan import PatchPlan, undone, write_plan
+from sparsify.delta.patch_plan import PatchPlan, holds, undone, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import PEFT_SAVED
 from sparsify.training.install import uninstall
-
-_REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
 
 
 class SparseAdapter(nn.Module):
@@ -83,7 +81,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         adapter = self.sparse_values[name] = SparseAdapter(config, partial(self.take, name))
         if self.live is None:
             self._freeze()
-        if name == _REFERENCE and twin is not None:
+        if name == "ref" and twin is not None:  # TRL's frozen copy, which it adds with the adapter's own config object
             adapter.trains = False
             self.take(name, self.delta_of(twin))
         if active:
@@ -124,9 +122,8 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             self._show(None)
         if adapter_name == self.live or self._lora:
             self._end()
-        del self.sparse_values[adapter_name]
-        others = [name for name in self.active_adapters if name != adapter_name]
-        self.set_adapter(others or list(self.sparse_values)[:1])
+        super().delete_adapter(adapter_name)
+        self.set_adapter(self.active_adapters)
 
     def leave(self, merge: bool, names: list[str] | None, safe_merge: bool) -> None:
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
@@ -209,8 +206,10 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         if self.live is not None and self.shown == self.live:
             self._trained, self.shown = self._engine.weights.make_base(), None
         plan = [] if name is None else self.sparse_values[name].plan
-        with self._plain(), uninterrupted(), undone(self._written, self.root):
-            write_plan(plan, self.root)
+        with self._plain(), uninterrupted():
+            before = [] if holds(self.root, self._written) else self._written  # the base was loaded again
+            with undone(before, self.root):
+                write_plan(plan, self.root)
             self._written = plan
         if self._trained is not None and name == self.live:
             self._engine.weights.make_trained(self._trained)
