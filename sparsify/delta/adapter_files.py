@@ -49,11 +49,11 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """The ``adapter_config.json`` of a delta's config; the adapter is to be run."""
+def settings_of(config: Config, base: str | None = None) -> dict[str, Any]:
+    """The ``adapter_config.json`` of a delta's config and a base, by default its own; the adapter is to be run."""
     return {
         "peft_type": PEFT_TYPE,
-        "base_model_name_or_path": config.get("base_model_name_or_path"),
+        "base_model_name_or_path": base or config.get("base_model_name_or_path"),
         "revision": config.get("base_model_revision"),
         "inference_mode": True,
         "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
@@ -62,8 +62,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> None:
     """Writes a delta as an adapter of a base, by default the recorded one; nothing where none is known."""
-    settings, file = settings_of(delta[2]), folder / WEIGHTS_NAME
-    settings["base_model_name_or_path"] = base or settings["base_model_name_or_path"]
+    settings, file = settings_of(delta[2], base), folder / WEIGHTS_NAME
     if settings["base_model_name_or_path"] is not None:
         delta_format.replace_file(file, safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"}))
         delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())

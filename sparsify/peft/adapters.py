@@ -2,7 +2,7 @@
 
     in training    at most one: the model's engine and flat delta. While another one is shown, or none, the engine is
                    paused over the base's values, and the optimizer goes on to hold the flat delta
-    other ones     kept as deltas; those that only run are checked against the base in a DeltaSwitch
+    other ones     kept as deltas; those that only run are checked against the base once
     a LoRA         of the only adapter: layers of PEFT, which it disables and merges itself, trained and stored whole
 
 The weights hold the active adapter's values at all times, so that merging, and a forward pass, cost nothing. PEFT and
@@ -23,34 +23,34 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from sparsify.api import desparsify, sparsify
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE, POSITION, base_name, plain_name
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import PEFT_KEY
-from sparsify.delta.patch_plan import write_plan
+from sparsify.delta.patch_plan import PatchPlan, holds, undone, write_plan
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import PEFT_SAVED
 from sparsify.training.install import uninstall
-
-_REFERENCE = "ref"  # TRL's frozen copy of an adapter, which it adds with the config object of the adapter itself
 
 
 class SparseAdapter(nn.Module):
     """One adapter: its config and, unless it is in training, its delta, which is loaded as a state of any shape."""
 
-    def __init__(self, config: Any, load: Callable[[SparseDelta], None]) -> None:
+    def __init__(self, config: Any, take: Callable[[SparseDelta], None]) -> None:
         super().__init__()
-        self.config, self.trains, self.delta, self._load = config, not config.inference_mode, SparseDelta({}), load
+        self.config, self.trains, self._take = config, not config.inference_mode, take
+        self.delta = SparseDelta({})
+        self.plan: PatchPlan = []  # of its delta, where it only runs
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         if state.numel():
-            self._load(SparseDelta(*from_blob(state.cpu())))
+            self._take(SparseDelta(*from_blob(state.cpu())))
 
 
 class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn.Sequential
@@ -69,7 +69,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         self._lora: list[Any] = []  # the layers that an adapter's LoRA wraps
         self._kept: list[tuple[Tensor, Tensor]] = []  # their weights while it is merged, and what they were
         self._trained: list[Tensor] | None = None  # the weights in training, while the engine is paused
-        self._switch = DeltaSwitch(root)
+        self._written: PatchPlan = []  # what the weights hold of an adapter that only runs
         self._disable_adapters, self._active_adapter, self.merged_adapters = False, [], []
 
     def get_base_layer(self) -> nn.Module:
@@ -78,38 +78,31 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
     def add(self, name: str, config: Any, *, active: bool) -> None:
         """Adds an adapter, which has learned nothing until something is loaded; an active one that trains begins."""
         twin = next((other for other, adapter in self.sparse_values.items() if adapter.config is config), None)
-        adapter = self.sparse_values[name] = SparseAdapter(config, partial(self.load, name))
+        adapter = self.sparse_values[name] = SparseAdapter(config, partial(self.take, name))
         if self.live is None:
             self._freeze()
-        if name == _REFERENCE and twin is not None:
+        if name == "ref" and twin is not None:  # TRL's frozen copy, which it adds with the adapter's own config object
             adapter.trains = False
             self.take(name, self.delta_of(twin))
         if active:
             self.set_adapter(name)
 
-    def load(self, name: str, delta: SparseDelta) -> None:
-        """Gives an adapter the delta in its file, where a LoRA's matrices may be called by another adapter's name."""
-        for old, settings in delta.config.get(PEFT_KEY, {}).items():
+    def take(self, name: str, delta: Any) -> None:
+        """Gives an adapter a delta, its own or that of others, or a sum; raises where the model is not its base."""
+        adapter, configs = self.sparse_values[name], getattr(delta, "config", {}).get(PEFT_KEY, {})
+        for old, settings in configs.items():  # a file's LoRA may have another adapter's name
             place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
             whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
             delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
-        self.take(name, delta)
-
-    def take(self, name: str, delta: Any) -> None:
-        """Gives an adapter a delta, its own or that of others, or a sum; raises where the model is not its base."""
-        adapter = self.sparse_values[name]
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
             adapter.delta = delta
         else:
-            with self._showing(None), self._plain() as switch:
+            with self._showing(None), self._plain():
                 self._wrap(name)
                 delta = delta.on(self.root) if isinstance(delta, DeltaSum) else delta
-                if name in switch:
-                    delta.plan(self.root)  # or raises, while the earlier one is there
-                    switch.detach(name)
-                switch.attach(name, delta)
+                adapter.plan, _ = delta.plan(self.root)  # or raises, while the earlier one is there
                 adapter.delta = delta
         self.set_adapter(self.active_adapters)
 
@@ -127,14 +120,10 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
     def delete_adapter(self, adapter_name: str) -> None:
         if adapter_name in (self.shown, self.live):  # else what is merged stays merged
             self._show(None)
-        if adapter_name in self._switch:
-            with self._plain() as switch:
-                switch.detach(adapter_name)
         if adapter_name == self.live or self._lora:
             self._end()
-        del self.sparse_values[adapter_name]
-        others = [name for name in self.active_adapters if name != adapter_name]
-        self.set_adapter(others or list(self.sparse_values)[:1])
+        super().delete_adapter(adapter_name)
+        self.set_adapter(self.active_adapters)
 
     def leave(self, merge: bool, names: list[str] | None, safe_merge: bool) -> None:
         """Makes the root a plain model again, with an adapter's values, by default the active one's, or the base's."""
@@ -192,9 +181,6 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         for layer in (self, *self._lora):
             layer.merged_adapters = []
 
-    def _move_adapter_to_device_of_base_layer(self, *args: Any, **kwargs: Any) -> None:
-        pass  # the weights hold it
-
     @property
     def _engine(self) -> Any:
         return vars(self.root)[ENGINE]
@@ -207,7 +193,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         del self.root.peft_config
         cast_adapter_dtype(self.root, name)
         self._lora = [module for module in self.root.modules() if isinstance(module, LoraLayer)]
-        for layer in self._lora:  # low_cpu_mem_usage would round what is loaded
+        for layer in self._lora:  # low_cpu_mem_usage would round what is loaded; this one moves nothing
             layer._move_adapter_to_device_of_base_layer = self._move_adapter_to_device_of_base_layer
 
     def _show(self, name: str | None) -> None:
@@ -219,8 +205,12 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         self._take_out()
         if self.live is not None and self.shown == self.live:
             self._trained, self.shown = self._engine.weights.make_base(), None
-        with self._plain() as switch:
-            switch.activate(name) if name is not None and name in switch else switch.deactivate()
+        plan = [] if name is None else self.sparse_values[name].plan
+        with self._plain(), uninterrupted():
+            before = [] if holds(self.root, self._written) else self._written  # the base was loaded again
+            with undone(before, self.root):
+                write_plan(plan, self.root)
+            self._written = plan
         if self._trained is not None and name == self.live:
             self._engine.weights.make_trained(self._trained)
             self._trained = None
@@ -237,13 +227,13 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             self._show(shown)
 
     @contextmanager
-    def _plain(self) -> Iterator[DeltaSwitch]:
-        """Has others take the model for a plain one; graphs that await backward do not see what the switch writes."""
+    def _plain(self) -> Iterator[None]:
+        """Has others take the model for a plain one; graphs that await backward do not see what is written to it."""
         own = {key: vars(self.root).pop(key) for key in (ENGINE, "peft_config") if key in vars(self.root)}
         unseen = tuple(self.root.parameters()) if ENGINE in own else ()
         try:
             with torch.autograd._unsafe_preserve_version_counter(unseen):  # type: ignore[attr-defined]
-                yield self._switch
+                yield
         finally:
             vars(self.root).update(own)
 

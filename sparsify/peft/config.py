@@ -82,8 +82,7 @@ class SparseConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings in JSON types, without the calibration."""
-        names = {item.name for item in fields(self)} - {"calibration", "loss_fn"}
-        own = {name: copy.deepcopy(getattr(self, name)) for name in sorted(names)}
+        own = {item.name: copy.deepcopy(getattr(self, item.name)) for item in fields(self) if item.compare}
         return own | {"lora": own["lora"] and as_json(own["lora"].to_dict())}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:

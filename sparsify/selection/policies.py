@@ -66,9 +66,6 @@ class AllocatedSelector(Selector):
     def __init__(self, own: Mapping[MaskedTensor, Any]) -> None:
         self._own, self._all = own, list(dict.fromkeys(own.values()))
 
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return tensor in self._own
-
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         own = self._own.get(tensor)
         return gradient.take(tensor.indices) if own is None else own.offer(tensor, gradient)

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
@@ -260,11 +259,11 @@ def resolve_schedule(schedule: str | Schedule) -> Schedule:
     raise SparsifyError(f"schedule={schedule!r}; expected a name ({', '.join(SCHEDULES)}) or a Schedule.{near}")
 
 
-def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> dict[str, tuple[str, int]]:
-    """The module, and its number of entries, by the names of those candidates whose module has a budget of its own."""
+def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> list[tuple[list[str], int]]:
+    """The candidates, by name, of each module that has a budget of its own, and the number of its entries."""
     allocation: Any = getattr(strategy.selection, "allocation", "global")
     if isinstance(allocation, str):
-        return {}
+        return []
     groups: dict[tuple[str, str], list[str]] = {}
     for name in candidates:
         modules = [*accumulate(name.split(".")[:-1], "{}.{}".format)][::-1]  # the innermost first
@@ -275,20 +274,18 @@ def own_budgets(strategy: Strategy, candidates: Mapping[str, int]) -> dict[str, 
         near = did_you_mean(missing[0], {part for name in candidates for part in name.split(".")[:-1]})
         problem = f"{missing[0]!r} is to have a budget of its own, and matches no module with candidates left to it"
         raise SparsifyError(f"{problem}; expected the end of a module's name.{near}")
-    own: dict[str, tuple[str, int]] = {}
-    for (module, key), names in groups.items():
-        number = _resolve(allocation[key], strategy, {name: candidates[name] for name in names}, f"`{module}`: ")
-        own |= dict.fromkeys(names, (module, number))
-    return own
+    return [
+        (names, _resolve(allocation[key], strategy, {name: candidates[name] for name in names}, f"`{module}`: "))
+        for (module, key), names in groups.items()
+    ]
 
 
 def divide(budget: int, strategy: Strategy, tensors: Sequence[Any]) -> list[tuple[list[Any], int]]:
     """Divides a budget among the modules with one of their own, which they have already, and all other tensors."""
-    own = own_budgets(strategy, {tensor.name: tensor.num_candidates for tensor in tensors})
-    rest, groups = ("", budget - sum(dict(own.values()).values())), defaultdict(list)
-    for tensor in tensors:
-        groups[own.get(tensor.name, rest)].append(tensor)
-    return [(group, number) for (_, number), group in groups.items()]
+    others = {tensor.name: tensor for tensor in tensors}
+    own = own_budgets(strategy, {name: tensor.num_candidates for name, tensor in others.items()})
+    groups = [([others.pop(name) for name in names], number) for names, number in own]
+    return [*groups, (list(others.values()), budget - sum(number for _, number in own))]
 
 
 def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: Mapping[str, int]) -> int:
@@ -297,7 +294,8 @@ def resolve_budget(budget: int | float | None, strategy: Strategy, candidates: M
     Modules with budgets of their own have them in addition; where these have all candidates, the budget is ``None``.
     """
     own = own_budgets(strategy, candidates)
-    number, others = sum(dict(own.values()).values()), {n: c for n, c in candidates.items() if n not in own}
+    number, taken = sum(number for _, number in own), {name for names, _ in own for name in names}
+    others = {name: count for name, count in candidates.items() if name not in taken}
     if own and not others and budget is None:
         return number
     return number + _resolve(budget, strategy, others, "all other modules: " if own else "")
