@@ -80,8 +80,7 @@ class TensorDelta:
         if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
             ends = f"from {int(indices[0])} to {int(indices[-1])}, in a tensor of {math.prod(self.shape)} entries"
             raise SparsifyError(f"indices are out of range: they go {ends}")
-        is_finite = bool(values.sum().isfinite())  # a quick look: sums of finite numbers may overflow
-        if not is_finite and (bad := int((~values.isfinite()).sum())):
+        if not values.sum().isfinite() and (bad := int((~values.isfinite()).sum())):  # sums may overflow
             raise SparsifyError(f"{bad} of {self.count} values are not finite: take a delta from before it diverged.")
 
     @property
@@ -141,15 +140,12 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
         return stored.to(torch.int64)
     if stored.numel() and int(stored[-1]) == ESCAPE:
         raise DeltaFormatError("indices end in the escape 0xFFFF, which needs an entry after it")
-    indices = torch.empty(count, dtype=torch.int64, device=stored.device)
-    done, position, has_escapes = 0, -1, count < stored.numel()
+    indices, done, position = torch.empty(count, dtype=torch.int64, device=stored.device), 0, -1
     for chunk in chunks:
-        steps = chunk.to(torch.int64).add_(1)  # an entry skips its gap and itself
-        if has_escapes:  # which skip 65535 positions
-            is_escape = chunk.view(torch.int16) == -1
-            steps -= is_escape.to(steps.dtype)
-        positions = steps.cumsum(0).add_(position)
-        entries = positions[~is_escape] if has_escapes else positions
+        is_entry = chunk.view(torch.int16) != -1
+        # an escape skips 65535 positions, an entry its gap and itself
+        positions = chunk.to(torch.int64).add_(is_entry).cumsum(0).add_(position)
+        entries = positions if count == stored.numel() else positions[is_entry]
         indices[done : done + entries.numel()] = entries
         done += entries.numel()
         position = int(positions[-1:].sum())  # [-1:]: there may be no number

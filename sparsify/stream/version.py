@@ -61,14 +61,12 @@ class TrainedEntries(NamedTuple):
         return self._replace(indices=self.indices[places], base=self.base[places], values=self.values[places])
 
     def joined(self, more: "TrainedEntries") -> "TrainedEntries":
-        number, count = more.indices.numel(), self.indices.numel() + more.indices.numel()
-        places = torch.searchsorted(self.indices, more.indices) + torch.arange(number, device=self.indices.device)
-        is_own = torch.ones(count, dtype=torch.bool, device=places.device).index_fill_(0, places, False)
-        parts = []
-        for own, new in zip(self[4:], more[4:], strict=True):
-            part = own.new_empty(count).masked_scatter_(is_own, own)
-            parts.append(part.index_copy_(0, places, new.to(own.dtype)))
-        return TrainedEntries(*self[:4], *parts)
+        number, every = self.indices.numel(), torch.arange(self.indices.numel() + more.indices.numel(), device="cpu")
+        places = torch.searchsorted(self.indices, more.indices) + every[: more.indices.numel()]
+        order = torch.ones_like(every).index_fill_(0, places, 0).cumsum(0) - 1  # numbers of the own ones
+        order[places] = every[number:]
+        pairs = zip(self[4:], more[4:], strict=True)
+        return TrainedEntries(*self[:4], *(torch.cat([own, new.to(own.dtype)])[order] for own, new in pairs))
 
     def reverted(self) -> "TrainedEntries":
         """The entries with values that leave the base as it is."""
