@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from sparsify.integrations.vllm import VLLMServer
 ROOT, STEPS = Path(__file__).parents[3], 6
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="vLLM compiles models by default: needs g++")
 def test_a_training_is_followed_by_the_three_commands_of_the_page(tmp_path):
     page = (ROOT / "tutorials/serving.md").read_text()
     save, serve, train = (shlex.split(block) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[:3])
