@@ -77,6 +77,19 @@ def loaded(name="qwen3", **settings):
 
 
 mixture = partial(loaded, "mixtral")
+
+
+def one_sided(**settings):
+    """A mixture whose batches, of one token again and again, go to two experts: where a rank has these, others idle."""
+    model, _ = mixture(**settings)
+    with torch.no_grad():
+        for gate in (layer.mlp.gate.weight for layer in model.model.layers):
+            gate.copy_(gate[:1] * torch.tensor([[1.0], [1.5], [-1.0], [-1.5]]))
+    model.enable_input_require_grads()  # else each rank of transformers communicates in its own way, and waits
+    tokens = [{key: torch.full_like(own, 3 + step) for key, own in next_tokens().items()} for step in range(STEPS)]
+    return model, tokens
+
+
 AUTO = {"tp_size": 2, "tp_plan": "auto"}  # of transformers' DistributedConfig
 SOME = {"target_modules": ["experts"]}  # not the table: what the first of them read has no gradient
 
@@ -97,6 +110,7 @@ LIKE_ONE_PROCESS = {
     "norms within heads": (loaded, AUTO, {"target_modules": ["q_norm", "k_norm"], "budget": 32}),
     "experts in parts on all ranks": (mixture, AUTO, SOME),
     "experts on one rank each": (mixture, {**AUTO, "ep_size": 2}, SOME),
+    "experts on a rank that gets no tokens": (one_sided, {**AUTO, "ep_size": 2}, SOME),
 }
 
 
