@@ -10,13 +10,14 @@ The weight is never differentiated: the node's other input, the root, is how aut
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsify.core.gradients import DenseGradient, Product, linear_gradient, row_gradient
+from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient
 from sparsify.core.module import MaskedModule, count_use, masked_tensors, without_autocast
 from sparsify.core.tensor import MaskedTensor, Use
 
@@ -126,18 +127,18 @@ class _Linear(torch.autograd.Function):
                 grad_x = grad_rows @ (weight.t() if call.transposed else weight)
                 grad_x = grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1])
             if call.use is not None:
-                call.use.collect([
-                    (own, _product(call, x, grad_rows) if own is call.masked else DenseGradient(grad_rows.sum(0)[None]))
-                    for own in call.use.begin()
-                ])  # fmt: skip
+                call.use.collect(grad_y.device, partial(_gradient, call, x, grad_rows))
             if ctx.needs_input_grad[1]:
-                grad_weight = _product(call, x, grad_rows).dense().values
+                grad_weight = _gradient(call, x, grad_rows, call.masked).dense().values
             if ctx.needs_input_grad[2]:
                 grad_bias = grad_rows.sum(0)
         return grad_x, grad_weight, grad_bias, None, None  # autograd casts them to the operands' dtypes
 
 
-def _product(call: LinearCall, x: Tensor | None, grad_rows: Tensor) -> Product:
+def _gradient(call: LinearCall, x: Tensor | None, grad_rows: Tensor, tensor: MaskedTensor | None) -> Gradient:
+    """The gradient of the weight of a call, or else of its bias."""
+    if tensor is not call.masked:
+        return DenseGradient(grad_rows.sum(0)[None])
     if x is None:
         assert call.recompute is not None
         x = call.recompute()
@@ -154,5 +155,5 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.use.collect([(tensor, row_gradient(ids, grad_y, ctx.height)) for tensor in ctx.use.begin()])
+        ctx.use.collect(grad_y.device, lambda tensor: row_gradient(ids, grad_y, ctx.height))
         return None, None, None, None

@@ -6,7 +6,7 @@ increment-S   selects masked entries up to the schedule's target; they stay unma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,12 +23,10 @@ from sparsify.errors import SparsifyError
 class Selector:
     """Selects the best masked entries of a step, from gradients that arrive one tensor at a time."""
 
+    sees: Container[MaskedTensor] | None = None  # the tensors whose gradients it needs; None for all
+
     def __init__(self, topk: TopK, importance: Importance) -> None:
         self._topk, self._importance = topk, importance
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        """Whether it has to see this tensor's gradient."""
-        return True
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
         """Takes the whole gradient of one tensor and returns that of its unmasked entries (k,).

@@ -1,8 +1,9 @@
 """The training step: from the gradients of all nodes to one flat gradient, and the entries that they unmask.
 
     forward          each use of a masked tensor is counted; its node hangs on the root anchor
-    collect          a node hands over a weight's gradient. Once no use of the tensor waits, the unmasked entries' part
-                     goes into the flat gradient, the masked ones are offered to the selector, and the rest is freed
+    collect          a node hands over a weight's gradient, the first of all begins a pass. Once no use of the tensor
+                     waits, the unmasked entries' part goes into the flat gradient, the masked ones are offered to the
+                     selector, and the rest is freed
     commit           the root anchor's node, which autograd runs after all uses: the winners join the entries, and the
                      flat gradient, theirs included, becomes that of ``sparse_values``
     optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.policy import Policy, Selector
-from sparsify.core.tensor import NOT_TWICE, MaskedTensor, Use
+from sparsify.core.tensor import NOT_TRANSFORMED, NOT_TWICE, MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 
@@ -134,6 +135,9 @@ class TrainingStep:
         graph = torch._C._current_graph_task_id()
         recomputed = graph != -1 and graph != self.around_forward
         used = [own for own in tensors if (every or counts[own.number]) and own not in self.frozen]
+        for own in used if torch._C._are_functorch_transforms_active() else ():
+            if own.owner._parameters.get(own.attribute) is own.parameter:  # it is no argument of functional_call()
+                raise SparsifyError(NOT_TRANSFORMED.format(name=own.name))
         return Use(used, root, recomputed) if used else None
 
     def root_anchor(self) -> Tensor:
@@ -145,24 +149,22 @@ class TrainingStep:
                 self.current_root = Root(values, self)
             return self.current_root.output
 
-    def begin(self, tensors: Sequence[MaskedTensor], root: Tensor, around: int = -1) -> list[MaskedTensor]:
-        """Begins the backward of a use made ``around`` a pass, and a pass with the first; whose gradient is wanted?"""
+    def collect(self, use: Use, device: torch.device, gradient: Callable[[MaskedTensor], Gradient]) -> None:
+        """Takes a use's gradients, which a function makes, where they are wanted; the first use begins a pass."""
+        graph, tensors = torch._C._current_graph_task_id(), use.tensors
+        if use.unread:
+            tensors = [own for own in tensors if own not in use.unread]
         with self._lock:
-            graph = torch._C._current_graph_task_id()
             current = self._passes.get(graph)
             if current is None:
-                if root.grad_fn is None or not torch._C._will_engine_execute_node(root.grad_fn):
-                    return []  # as a backward pass for the gradient of an input alone
-                current = self._passes[graph] = self.start_pass(graph, around)
+                root: Any = use.root.grad_fn
+                if root is None or not torch._C._will_engine_execute_node(root):
+                    return  # as a backward pass for the gradient of an input alone
+                current = self._passes[graph] = self.start_pass(graph, use.around)
             if self.reached is not None:
                 self.reached.update(tensors)
-            selector, counts = current.selector, self.entries.counts
-            return [own for own in tensors if counts[own.number] or (selector is not None and selector.wants(own))]
-
-    def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
-        """Takes the gradients of a use that was begun."""
-        with self._lock:
-            self._passes[torch._C._current_graph_task_id()].hold(gradients)
+            counts, seen = self.entries.counts, () if current.selector is None else current.selector.sees
+            current.hold([(own, gradient(own)) for own in tensors if seen is None or counts[own.number] or own in seen])
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""

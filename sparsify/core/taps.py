@@ -28,7 +28,7 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         parts = [grad] if len(ctx.use.tensors) == 1 else grad.split([tensor.numel for tensor in ctx.use.tensors])
         grads = dict(zip(ctx.use.tensors, parts, strict=True))
-        ctx.use.collect([(tensor, tensor.gradient(grads[tensor])) for tensor in ctx.use.begin()])
+        ctx.use.collect(grad.device, lambda tensor: tensor.gradient(grads[tensor]))
         return None, None, None
 
 

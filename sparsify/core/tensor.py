@@ -12,7 +12,7 @@ of its tensors wait for the end of each backward pass: complete all the same, in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,11 @@ REENTRANT = (
     "`{name}` was recomputed inside a backward pass of its own, as by reentrant activation checkpointing; entries are "
     "selected over the whole model, in one pass. Use the non-reentrant form: checkpoint(..., use_reentrant=False), or "
     'gradient_checkpointing_kwargs={{"use_reentrant": False}}. A cached loss has to call the sparsified model itself.'
+)
+NOT_TRANSFORMED = (
+    "`{name}` was used in a transform of torch.func (vmap, grad, jacrev), which does not reach the flat delta: call "
+    "the model outside of it, or by functional_call(model, weights, inputs) with all weights detached: {{n: p.detach() "
+    "for n, p in model.named_parameters() if p is not model.sparse_values}}."
 )
 NOT_TWICE = (
     "a backward pass with create_graph=True reached a sparsified model, and its gradients cannot be differentiated a "
@@ -46,25 +51,19 @@ class Use:
     def __init__(self, tensors: Sequence[MaskedTensor], root: Tensor, recomputed: bool = False) -> None:
         self.tensors, self.root, self._recomputed, self._number = tensors, root, recomputed, next(_NUMBERS)
         self.unread: Collection[MaskedTensor] = ()  # those of a shared node that the forward pass has not come to
-        self._around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
+        self.around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
         for tensor in () if recomputed else tensors:
             tensor.waiting.add(self._number)
 
-    def begin(self) -> list[MaskedTensor]:
-        """Begins the backward of the use, and so ends it; returns the tensors whose gradients are wanted."""
+    def collect(self, device: torch.device, gradient: Callable[[MaskedTensor], Gradient]) -> None:
+        """Ends the use in backward: hands over the gradients that are wanted, which a function makes on a device."""
         if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
             raise SparsifyError(NOT_TWICE)
         if self._recomputed:
             raise SparsifyError(REENTRANT.format(name=self.tensors[0].name))
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else it may run again
             self._end()
-        read = [own for own in self.tensors if own not in self.unread] if self.unread else self.tensors
-        return self.tensors[0].collector.begin(read, self.root, self._around)
-
-    def collect(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
-        """Hands the gradients of wanted tensors over."""
-        if gradients:
-            self.tensors[0].collector.collect(gradients)
+        self.tensors[0].collector.collect(self, device, gradient)
 
     def _end(self) -> None:
         for tensor in self.tensors:

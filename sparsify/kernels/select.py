@@ -24,6 +24,7 @@ class Candidates:
     ) -> None:
         self.size, self.limit, self.capacity, self.total = size, limit, capacity, total
         self.most = 0  # an upper bound of their number, for the host
+        self.is_fused = False  # whether Triton's forms run
         # (capacity + 1,) each; the plain form writes entries that are not kept to the last place
         self.ids = torch.empty(capacity + 1, dtype=torch.int64, device=device)  # global
         self.scores, self.grads, self.weights = (torch.empty_like(self.ids, dtype=dtype) for _ in range(3))

@@ -107,10 +107,10 @@ def _run_collect(
     if of_bias is not None:
         bias = tensor_of(of_bias)
         rows = grad_y.reshape(-1, grad_y.shape[-1])
-        bias.collector.compiled.collect(bias, lambda: DenseGradient(rows.sum(0, keepdim=True)))
+        bias.collector.compiled.collect(bias, rows.device, lambda: DenseGradient(rows.sum(0, keepdim=True)))
     if of_weight is not None:
         weight = tensor_of(of_weight)
-        weight.collector.compiled.collect(weight, lambda: _gradient(kind, x, grad_y, weight.shape))
+        weight.collector.compiled.collect(weight, grad_y.device, lambda: _gradient(kind, x, grad_y, weight.shape))
     return torch.zeros_like(root)
 
 

@@ -37,7 +37,9 @@ class DeviceTopK:
         if device not in self._held:
             limit = self.size + max(self.size, SMALLEST_CUT)  # candidates that may stay until a cut
             capacity = limit + self._most_at_once
-            self._held[device] = Candidates(self.size, limit, capacity, self._total, self.dtype, device)
+            candidates = Candidates(self.size, limit, capacity, self._total, self.dtype, device)
+            candidates.is_fused = self.dtype == torch.float32 and has_triton(device)
+            self._held[device] = candidates
         return self._held[device]
 
     @property
@@ -86,7 +88,7 @@ def select(candidates: Candidates, importance: Importance, part: Part) -> None:
     """Adds those of a part's entries that reach the threshold, in Triton where it runs."""
     candidates.most += part.stop - part.start
     short = part.weight.dtype in SHORT and part.grad.dtype in SHORT
-    if short and type(importance) is D3 and _is_fused(candidates):
+    if candidates.is_fused and short and type(importance) is D3:
         from sparsify.kernels.triton import select_d3
 
         select_d3(candidates, importance, part)
@@ -97,13 +99,9 @@ def select(candidates: Candidates, importance: Importance, part: Part) -> None:
 def cut(candidates: Candidates, limit: int) -> None:
     """Keeps the best of more than ``limit`` candidates, in Triton where it runs."""
     candidates.most = min(candidates.most, limit)
-    if _is_fused(candidates):
+    if candidates.is_fused:
         from sparsify.kernels.triton import cut as fused_cut
 
         fused_cut(candidates, limit)
     else:
         plain_cut(candidates, limit)
-
-
-def _is_fused(candidates: Candidates) -> bool:
-    return candidates.scores.dtype == torch.float32 and has_triton(candidates.ids.device)

@@ -51,21 +51,21 @@ class RanksSelector(StreamingSelector):
         self._copies = ranks.copies(meshes[0]) if meshes else None
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        excluded, is_large = self._excluded(tensor), tensor.numel > MOST_AT_ONCE
+        (wanted, excluded), is_large = self._wanted_and_excluded(tensor), tensor.numel > MOST_AT_ONCE
         if is_large:
             self._offer_waiting()
         if is_large and isinstance(gradient, Product):
             self._work.dense += gradient.numel
-            blocks = RowBlocks(gradient, self._wanted(tensor), excluded)
+            blocks = RowBlocks(gradient, wanted, excluded)
             self._ranks.headers([tensor.number], (), self._names)
             self._offer_mean(tensor, blocks.rows)
             return blocks.taken
-        wanted, dense = self._compute(tensor, gradient, excluded)
+        taken, dense = self._compute(gradient, wanted, excluded)
         self._waiting.append((tensor, dense.own()))
         number = sum(other.numel for other, _ in self._waiting)  # not of their gradients: the same on all ranks
         if is_large or number > MOST_WAITING or len(self._waiting) == PLACES or not self._can_wait:
             self._offer_waiting()
-        return wanted  # this rank's: DDP averages the flat gradient
+        return taken  # this rank's: DDP averages the flat gradient
 
     def _offer_waiting(self) -> None:
         if self._waiting:

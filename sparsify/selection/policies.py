@@ -40,13 +40,11 @@ class RankedSelector(Selector):
         ordered, places = self._ids.sort()
         counts = count_by_tensor(ordered, [tensor.offset + tensor.numel for tensor in tensors]).tolist()
         parts = zip(ordered.split(counts), places.split(counts), strict=True)
-        self._own = dict(zip(tensors, parts, strict=True))  # of each tensor: ids, and their places among all
-
-    def wants(self, tensor: MaskedTensor) -> bool:
-        return self._own[tensor][0].numel() > 0
+        # of each tensor that has some: ids, and their places among all
+        self._own = self.sees = {tensor: own for tensor, own in zip(tensors, parts, strict=True) if own[0].numel()}
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        if self.wants(tensor):
+        if tensor in self._own:
             ids, places = self._own[tensor]
             self._grads[places] = gradient.take((ids - tensor.offset).to(tensor.parameter.device)).to(self._grads)
         return gradient.take(tensor.indices)

@@ -12,6 +12,8 @@ is first estimated by some rows and columns: where too much would be left, this 
 On a GPU a large product is multiplied out in blocks of rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,17 +90,17 @@ class StreamingSelector(Selector):
         self.known: dict[MaskedTensor, Tensor] = {}  # flat indices (k,) whose gradients are returned, and not offered
 
     def offer(self, tensor: MaskedTensor, gradient: Gradient) -> Tensor:
-        excluded = self._excluded(tensor)
+        wanted, excluded = self._wanted_and_excluded(tensor)
         if isinstance(gradient, Product):
             if not isinstance(self._topk, DeviceTopK):
-                wanted = self.screen(tensor, gradient, excluded)
-                if wanted is not None:
-                    return wanted
+                taken = self.screen(tensor, gradient, wanted, excluded)
+                if taken is not None:
+                    return taken
             elif gradient.numel > MOST_MULTIPLIED:
-                return self._offer_blocks(tensor, gradient, excluded)
-        wanted, dense = self._compute(tensor, gradient, excluded)
+                return self._offer_blocks(tensor, RowBlocks(gradient, wanted, excluded))
+        taken, dense = self._compute(gradient, wanted, excluded)
         self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
-        return wanted
+        return taken
 
     def offer_small(self, small: Sequence[SmallGradients]) -> None:
         """Takes the whole gradients of all small tensors, by device, at the end of a pass."""
@@ -107,44 +109,45 @@ class StreamingSelector(Selector):
             weight, grad, ids = own.entries(self._excluded_places(own))
             self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
 
-    def _wanted(self, tensor: MaskedTensor) -> Tensor:
-        return torch.cat([tensor.indices, self.known[tensor]]) if self.known else tensor.indices
-
-    def _excluded(self, tensor: MaskedTensor) -> Tensor:
-        excluded = tensor.not_candidates if self._masked_only else tensor.never_candidates
-        return torch.cat([excluded, self.known[tensor]]) if self.known else excluded
+    def _wanted_and_excluded(self, tensor: MaskedTensor) -> tuple[Tensor, Tensor]:
+        """Flat indices of the entries whose gradients are returned, and of those that are not offered."""
+        wanted = torch.cat([tensor.indices, self.known[tensor]]) if self.known else tensor.indices
+        if self._masked_only and tensor.frozen_row is None:
+            return wanted, wanted
+        others = wanted if self._masked_only else self.known.get(tensor, wanted[:0])
+        return wanted, torch.cat([tensor.never_candidates, others])
 
     def _excluded_places(self, small: SmallGradients) -> Tensor:
-        """As :meth:`_excluded`, of all small tensors: places among their joined gradients."""
+        """The entries of all small tensors that are not offered: places among their joined gradients."""
         tensors: list[Any] = [*small.values]
         never = {own: own.never_candidates for own in tensors if own.frozen_row is not None or own.rows is not None}
         places = [small.places(never)]
         places += [small.places({tensor: self.known[tensor] for tensor in tensors})] if self.known else []
         return torch.cat([*places, small.unmasked[1]] if self._masked_only else places)
 
-    def _compute(self, tensor: MaskedTensor, gradient: Gradient, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
+    def _compute(self, gradient: Gradient, wanted: Tensor, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
         """Returns the gradient of the wanted entries (k,), and the whole one, zero at the excluded entries (e,)."""
         self._work.dense += gradient.numel
         dense = gradient.dense()
-        wanted = dense.take(self._wanted(tensor))
+        taken = dense.take(wanted)
         if excluded.numel():
             dense.clear(excluded)  # an entry whose gradient is zero is never offered
-        return wanted, dense
+        return taken, dense
 
-    def _offer_blocks(self, tensor: MaskedTensor, gradient: Product, excluded: Tensor) -> Tensor:
+    def _offer_blocks(self, tensor: MaskedTensor, blocks: RowBlocks) -> Tensor:
         """Offers a large product in blocks of rows; returns the gradient of the wanted entries (k,)."""
-        self._work.dense += gradient.numel
+        self._work.dense += tensor.numel
         (height, cols), weight = matrix_shape(tensor), tensor.matrix
-        blocks, at_once = RowBlocks(gradient, self._wanted(tensor), excluded), max(1, MOST_MULTIPLIED // cols)
+        at_once = max(1, MOST_MULTIPLIED // cols)
         for start in range(0, height, at_once):
             values = blocks.rows(start, min(start + at_once, height))
             rows = weight[start : start + at_once]
             self._topk.offer(self._importance, rows, values, None, tensor.offset + start * cols)
         return blocks.taken
 
-    def screen(self, tensor: MaskedTensor, product: Product, excluded: Tensor) -> Tensor | None:
+    def screen(self, tensor: MaskedTensor, product: Product, wanted: Tensor, excluded: Tensor) -> Tensor | None:
         """Offers what can reach the threshold; returns the wanted entries' gradient, ``None`` if it does not pay."""
-        left, right, size, wanted = product.left, product.right, product.numel, self._wanted(tensor)
+        left, right, size = product.left, product.right, product.numel
         most = screening_limit(left, right, wanted.numel()) if product.looked_up is None else 0
         has_threshold = self._importance.monotone and float(self._topk.threshold) > SMALLEST_THRESHOLD
         if not most or size < SMALLEST_SCREENED or not has_threshold:

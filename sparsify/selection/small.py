@@ -41,14 +41,18 @@ class BatchingPass(Pass):
         selector: Any = self.selector
         small: list[tuple[MaskedTensor, Gradient]] = []
         others: list[tuple[MaskedTensor, Gradient]] = []
+        tensor: Any
         for tensor, gradient in gradients:
+            if tensor.rows is not None:
+                gradient = tensor.of_rows(gradient)
             if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
                 gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
             can_wait = selector is None or selector.batches_small or not tensor.collector.sharded
             (small if is_small(tensor) and can_wait else others).append((tensor, gradient))
         if small:
             self._small[small[0][1].device].add(small)  # those of one use are on one device
-        super().hold(others)
+        if others:
+            super().hold(others)
 
     def settle_rest(self) -> None:
         super().settle_rest()
@@ -74,10 +78,11 @@ class SmallGradients:
 
     def add(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
         """Adds the gradients of one use, and copies them at once: another backward may write into what it got."""
-        parts = [_whole(tensor, gradient) for tensor, gradient in gradients]
-        copies = [parts[0].own().values.view(-1)]
-        if len(parts) > 1:  # in one operation
-            copies = [*_flat([part.values for part in parts]).split([tensor.numel for tensor, _ in gradients])]
+        if len(gradients) == 1:
+            copies = [_whole(*gradients[0]).own().values.view(-1)]
+        else:  # in one operation
+            parts = [_whole(tensor, gradient).values for tensor, gradient in gradients]
+            copies = [*_flat(parts).split([tensor.numel for tensor, _ in gradients])]
         for (tensor, _), own in zip(gradients, copies, strict=True):
             self.values[tensor] = self.values[tensor] + own if tensor in self.values else own
 

@@ -9,7 +9,7 @@ pass meanwhile.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,18 +17,13 @@ from torch import Tensor
 
 from sparsify.core.gradients import Gradient
 from sparsify.core.layers import autocast_dtype
-from sparsify.core.module import masked_tensors, without_autocast
+from sparsify.core.module import masked_tensors
 from sparsify.core.step import TrainingStep
-from sparsify.core.tensor import REENTRANT, MaskedTensor, Use
+from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.small import is_small
 
-TRANSFORMED = (
-    "`{name}` was used in a transform of torch.func (vmap, grad, jacrev), which does not reach the flat delta: call "
-    "the model outside of it, or by functional_call(model, weights, inputs) with all weights detached: {{n: p.detach() "
-    "for n, p in model.named_parameters() if p is not model.sparse_values}}."
-)
 _AGAIN = -1  # the number of a use that is none of those in a forward pass
 
 
@@ -41,13 +36,6 @@ def check_not_exported() -> None:
         problem = "cannot be exported or traced (torch.export, torch.jit.trace, torch.onnx.export)"
         remedy = "Export the plain model, with the trained weights in place: desparsify(model)."
         raise SparsifyError(f"a sparsified model {problem}. {remedy}")
-
-
-def check_not_transformed(tensors: Iterable[MaskedTensor]) -> None:
-    """Raises where parameters are used in a transform of ``torch.func``, but for those given as its arguments."""
-    for tensor in tensors:
-        if tensor.owner._parameters.get(tensor.attribute) is tensor.parameter:
-            raise SparsifyError(TRANSFORMED.format(name=tensor.name))
 
 
 class CompiledGraphs:
@@ -122,7 +110,7 @@ class CompiledGraphs:
         else:
             self._recomputed[tensor] = graph
 
-    def collect(self, tensor: ModelTensor, gradient: Callable[[], Gradient]) -> None:
+    def collect(self, tensor: ModelTensor, device: torch.device, gradient: Callable[[], Gradient]) -> None:
         """Ends one of the counted uses in the backward pass of its graph, and hands ``gradient()`` over."""
         graph = torch._C._current_graph_task_id()
         if self._recomputed.get(tensor, graph) != graph:  # in a backward pass of its own
@@ -133,13 +121,13 @@ class CompiledGraphs:
             tensor.waiting.add(_AGAIN)
             self._again.append(tensor)
         # none waits where a graph that was kept runs backward again
-        if not (uses.pop().begin() if uses else self._step.begin([tensor], self._step.root_anchor())):
-            return
-        own = gradient()
-        with without_autocast(own.device):
-            if tensor.waiting or is_small(tensor):  # it is held, and a compiled graph uses its buffers again
-                own = own.dense().own()
-        self._step.collect([(tensor, own)])
+        use = uses.pop() if uses else Use([tensor], self._step.root_anchor())
+
+        def own(tensor: Any) -> Gradient:
+            is_held = tensor.waiting or is_small(tensor)  # and a compiled graph uses its buffers again
+            return gradient().dense().own() if is_held else gradient()
+
+        use.collect(device, own)
 
     def pass_done(self) -> None:
         self._recomputed.clear()

@@ -6,7 +6,7 @@ what a state dict is compared by when it is loaded. The engine holds settings an
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -32,7 +32,7 @@ from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, pol
 from sparsify.selection.screening import Work
 from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
-from sparsify.training.compiled import CompiledGraphs, check_not_exported, check_not_transformed
+from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
 from sparsify.training.forward import Forward, Forwards, vectors
@@ -184,12 +184,6 @@ class Engine(TrainingStep):
         if not torch.compiler.is_dynamo_compiling():
             del self._forwards.running[-1:]
 
-    def use(self, tensors: Iterable[MaskedTensor]) -> Use | None:
-        use = super().use(tensors)
-        if use is not None and torch._C._are_functorch_transforms_active():
-            check_not_transformed(use.tensors)
-        return use
-
     def root_anchor(self) -> Tensor:
         if self._forwards.running and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output
@@ -222,9 +216,9 @@ class Engine(TrainingStep):
         self._begun[graph] = thread, self.entries.count, self.passes
         return current
 
-    def collect(self, gradients: Sequence[tuple[Any, Gradient]]) -> None:
-        with self._section(COLLECT, gradients[0][1].device):
-            super().collect([(own, grad if own.rows is None else own.of_rows(grad)) for own, grad in gradients])
+    def collect(self, use: Use, device: torch.device, gradient: Callable[[MaskedTensor], Gradient]) -> None:
+        with self._section(COLLECT, device):
+            super().collect(use, device, gradient)
 
     def commit(self) -> Tensor:
         with self._section(COMMIT, self.values.device):
