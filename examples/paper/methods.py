@@ -51,7 +51,7 @@ class Method:
             unused["candidates"] = None
         strategy = self.strategy(settings) if self.strategy else None
         if strategy is None or not isinstance(strategy.selection, Increment):
-            unused |= {"shape": None, "until": None}
+            unused |= {"shape": None, "until": None, "every": 1}
         if self.strategy not in (_id3, _d3_static, _d3_repeat):
             unused |= {"exp": None, "eps": None}
         if strategy is None or self.adapter == "lora":  # PEFT keeps the head dense
@@ -133,7 +133,7 @@ def prepare(
         method.share or settings.budget,
         strategy,
         steps=steps,
-        schedule=Schedule(settings.shape or "uniform", until=settings.until or 1.0),
+        schedule=Schedule(settings.shape or "uniform", until=settings.until or 1.0, every=settings.every),
         target_modules="all-linear" if settings.candidates == "linear" else None,
         modules_to_save=(head or None) if settings.head == "dense" and method.adapter != "lora" else None,
         calibration=calibration if strategy.calibrates else None,

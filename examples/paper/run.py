@@ -53,6 +53,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     recipe.add_argument("--head", nargs="+", choices=("dense", "budget"), help="whether a new head is in the budget")
     recipe.add_argument("--shape", nargs="+", help="of the unmasking: uniform, linear, cubic, cosine")
     recipe.add_argument("--until", nargs="+", type=float, help="share of the steps after which all is unmasked")
+    recipe.add_argument("--every", nargs="+", type=int, help="steps from one selection to the next")
     recipe.add_argument("--decay", nargs="+", choices=("constant", "linear"), help="of the learning rate")
     recipe.add_argument("--warmup", nargs="+", type=float, help="share of the steps")
     recipe.add_argument("--candidates", nargs="+", choices=("all", "linear"))

@@ -20,6 +20,7 @@ class Settings:
         head: ``"dense"``: the new head is trained whole, apart from the budget; ``"budget"``: its entries are
             candidates, the paper's setting.
         shape, until: how the unmasked set grows, and the share of the steps after which it is complete.
+        every: steps from one selection to the next.
         decay: of the learning rate: ``"constant"``, or ``"linear"`` to 0.
         warmup: share of the steps in which the rate rises from 0.
         candidates: ``"all"``, or ``"linear"``: the encoder's linear layers alone.
@@ -45,6 +46,7 @@ class Settings:
     dtype: str = "float32"
     shape: str | None = "uniform"
     until: float | None = 1.0
+    every: int = 1
     decay: str = "constant"
     warmup: float = 0.0
     candidates: str | None = "all"

@@ -11,7 +11,7 @@ from examples.paper.runs import Run
 from examples.paper.significance import Difference, anova, interval, paper_difference, rivals, strict_difference
 from examples.paper.tasks import TASKS
 
-RECIPE = ("head", "shape", "until", "decay", "warmup", "candidates", "exp", "eps")
+RECIPE = ("head", "shape", "until", "every", "decay", "warmup", "candidates", "exp", "eps")
 
 
 def report(runs: Iterable[Run], method: str) -> str:
@@ -36,7 +36,7 @@ def report(runs: Iterable[Run], method: str) -> str:
     ):
         if pairs := list(rivals(scores, method)):
             parts += [f"### {method} minus each rival, {title}", difference_table(scores, pairs, compare)]
-    parts += [text for setting in ("exp", "eps", "until") if (text := anova_text(runs, setting))]
+    parts += [text for setting in ("exp", "eps", "until", "every") if (text := anova_text(runs, setting))]
     return "\n\n".join(parts)
 
 
