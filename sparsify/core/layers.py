@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsify.core.gradients import DenseGradient, Gradient, linear_gradient, row_gradient
-from sparsify.core.module import MaskedModule, count_use, masked_tensors, without_autocast
+from sparsify.core.module import MaskedModule, count_use, without_autocast
 from sparsify.core.tensor import MaskedTensor, Use
 
 
@@ -30,15 +30,14 @@ class MaskedLinearModule(MaskedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the plain layer's output (..., out) for an input (..., in)."""
         if torch.compiler.is_dynamo_compiling():
-            tensor = next(iter(masked_tensors(self).values()))
+            tensor = next(iter(self._masked_tensors.values()))
             return tensor.collector.compiled.linear(self, x, self.transposed)
         parameters, use = count_use(self)
         weight, bias = parameters["weight"], parameters.get("bias")
         if use is None:
             return linear(x, weight, bias, self.transposed)
-        dtype = autocast_dtype(x)
-        call = LinearCall(masked_tensors(self).get("weight"), use, dtype, self.transposed)
-        return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
+        masked, dtype = self._masked_tensors.get("weight"), autocast_dtype(x)
+        return run_linear(x if dtype is None else x.to(dtype), weight, bias, use, masked, dtype, self.transposed)
 
 
 class MaskedLinear(MaskedLinearModule, nn.Linear):
@@ -55,7 +54,7 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows (..., dim) of the table for ids (...)."""
         if torch.compiler.is_dynamo_compiling():
-            return masked_tensors(self)["weight"].collector.compiled.embedding(self, input)
+            return self._masked_tensors["weight"].collector.compiled.embedding(self, input)
         parameters, use = count_use(self)
         if use is None:
             return F.embedding(input, parameters["weight"], self.padding_idx)
@@ -65,21 +64,24 @@ class MaskedEmbedding(MaskedModule, nn.Embedding):
 class LinearCall(NamedTuple):
     """One call of a masked linear layer, beyond the tensors that it computes with."""
 
-    masked: MaskedTensor | None  # the weight, where it is masked
     use: Use | None  # None where no gradient is collected
+    masked: MaskedTensor | None  # the weight, where it is masked
     dtype: torch.dtype | None  # to compute in; None for the operands' own
-    transposed: bool = False  # whether the weight is (in, out)
-    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
-    recompute: Callable[[], Tensor] | None = None  # computes the input again; None where it has to be saved
+    transposed: bool  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None  # makes the weight; None where it is not quantized
+    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
 
 
-def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
-    """Computes a linear layer by a node that collects the gradients of the call's uses."""
-    use = call.use
-    if use is not None and use.tensors[0].collector.recompute is not None:
-        call = call._replace(recompute=use.tensors[0].collector.recompute(x))
-    root = None if use is None else use.root
-    if call.dtype is None:  # autocast is off, or leaves x alone
+def run_linear(
+    x: Tensor, weight: Any, bias: Any, use: Use | None, masked: MaskedTensor | None, dtype: torch.dtype | None,
+    transposed: bool = False, dequantize: Callable[[], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes a linear layer by a node that collects the gradients of a use; see :class:`LinearCall`."""
+    root = recompute = None
+    if use is not None:
+        root, recompute = use.root, use.tensors[0].collector.recompute
+    call = LinearCall(use, masked, dtype, transposed, dequantize, None if recompute is None else recompute(x))
+    if dtype is None:  # autocast is off, or leaves x alone
         return _Linear.apply(x, weight, bias, call, root)
     with torch.autocast(x.device.type, enabled=False):
         return _Linear.apply(x, weight, bias, call, root)

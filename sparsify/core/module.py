@@ -45,6 +45,7 @@ class MaskedModule(nn.Module):
 
     plain_class: ClassVar[type[nn.Module]]
     weight: Any
+    _masked_tensors: dict[str, MaskedTensor]  # TENSORS
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         if torch.__future__.get_swap_module_params_on_conversion():

@@ -56,7 +56,7 @@ class Pass:
             taken = gradient.take(tensor.indices)
         else:
             taken = self.selector.offer(tensor, gradient)
-        self.taken.append((tensor.slots, taken))
+        self.taken.append((tensor.collector.entries.of(tensor.number)[0], taken))
 
     def settle_rest(self) -> None:
         """Settles the sums that are still held."""
@@ -123,7 +123,7 @@ class TrainingStep:
         for tensor in tensors:
             tensor.collector = self
 
-    def use(self, tensors: Iterable[MaskedTensor]) -> Use | None:
+    def use(self, tensors: Sequence[MaskedTensor]) -> Use | None:
         """Counts a use, in a forward pass, of those tensors whose gradients will be collected; ``None`` if none is."""
         root = self.root_anchor()
         if self.paused or not torch.is_grad_enabled() or not root.requires_grad:
@@ -131,10 +131,12 @@ class TrainingStep:
         # after the budget is spent a checkpoint may be recomputed, and what is selected be masked again
         checkpointed = not self.policy.static and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         every, counts = self.policy.growing() or self.selected or checkpointed, self.entries.counts
+        used: Sequence[MaskedTensor] = tensors
+        if self.frozen or not every:
+            used = [own for own in tensors if (every or counts[own.number]) and own not in self.frozen]
         # a part that runs forward by itself inside a backward pass is checkpointing's: its nodes refill the first ones
         graph = torch._C._current_graph_task_id()
         recomputed = graph != -1 and graph != self.around_forward
-        used = [own for own in tensors if (every or counts[own.number]) and own not in self.frozen]
         for own in used if torch._C._are_functorch_transforms_active() else ():
             if own.owner._parameters.get(own.attribute) is own.parameter:  # it is no argument of functional_call()
                 raise SparsifyError(NOT_TRANSFORMED.format(name=own.name))

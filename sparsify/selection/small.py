@@ -94,7 +94,7 @@ class SmallGradients:
     @cached_property
     def _starts(self) -> list[int]:
         """Where each tensor's gradient begins in ``joined``."""
-        return [0, *accumulate(tensor.numel for tensor in self.values)][:-1]
+        return [0, *accumulate([tensor.numel for tensor in self.values])][:-1]
 
     @cached_property
     def unmasked(self) -> tuple[Tensor, Tensor]:
@@ -110,13 +110,13 @@ class SmallGradients:
         """Where flat indices (n,) of some tensors are in ``joined``."""
         starts = dict(zip(self.values, self._starts, strict=True)) if indices else {}
         none = torch.empty(0, dtype=torch.int64, device=self.joined.device)
-        return torch.cat([none, *(own + starts[tensor] for tensor, own in indices.items())])
+        return torch.cat([none, *[own + starts[tensor] for tensor, own in indices.items()]])
 
     def entries(self, excluded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, gradients and global ids (n,) of all entries, those in the excluded places without a gradient."""
         tensors: list[Any] = [*self.values]
-        whole = (own.weight if is_shard(own.parameter) or own.is_quantized else own.parameter for own in tensors)
-        grad, weight = self.joined, _flat([*whole])
+        whole = [own.weight if is_shard(own.parameter) or own.is_quantized else own.parameter for own in tensors]
+        grad, weight = self.joined, _flat(whole)
         grad.index_fill_(0, excluded, 0)  # and so never offered
         more = [tensor.offset - start for tensor, start in zip(tensors, self._starts, strict=True)]
         ids = torch.arange(grad.numel(), device=grad.device)
@@ -153,4 +153,5 @@ def check_alike(batches: Iterable[SmallGradients]) -> None:
 
 
 def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    return upload(numbers, device).repeat_interleave(upload(counts, device), output_size=sum(counts))
+    each, repeats = upload([*numbers, *counts], device).chunk(2)
+    return each.repeat_interleave(repeats, output_size=sum(counts))

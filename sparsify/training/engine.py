@@ -204,15 +204,15 @@ class Engine(TrainingStep):
         if graph in self._begun:
             raise SparsifyError(OVERLAPPING)
         thread = threading.get_ident()
-        for other in [each for each in self._passes if each != around and self._begun[each][0] == thread]:
-            del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
+        for other in list(self._passes):
+            if other != around and self._begun[other][0] == thread:
+                del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         if self.values.grad is None and not self._passes:
             self.passes = 0  # the gradients of those before are gone, as where one was interrupted
-        with self._section(COLLECT, self.values.device):
-            current = super().start_pass(graph, around)
-            adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())
-            if adds and isinstance(self.policy, AccumulatingPolicy):
-                current.selector = self.policy.selector_again(self._selected_from)
+        current = super().start_pass(graph, around)
+        adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())
+        if adds and isinstance(self.policy, AccumulatingPolicy):
+            current.selector = self.policy.selector_again(self._selected_from)
         self._begun[graph] = thread, self.entries.count, self.passes
         return current
 
@@ -221,7 +221,7 @@ class Engine(TrainingStep):
             super().collect(use, device, gradient)
 
     def commit(self) -> Tensor:
-        with self._section(COMMIT, self.values.device):
+        with self._section(COMMIT, self.entries.values.device):
             grad = super().commit()
         if self.passes > 1:
             self.policy.summed = self.step + 1
