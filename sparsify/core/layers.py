@@ -37,7 +37,8 @@ class MaskedLinearModule(MaskedModule):
         if use is None:
             return linear(x, weight, bias, self.transposed)
         masked, dtype = self._masked_tensors.get("weight"), autocast_dtype(x)
-        return run_linear(x if dtype is None else x.to(dtype), weight, bias, use, masked, dtype, self.transposed)
+        call = LinearCall(use, masked, dtype, use.tensors[0].collector.recompute(x), self.transposed)
+        return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
 
 
 class MaskedLinear(MaskedLinearModule, nn.Linear):
@@ -67,21 +68,15 @@ class LinearCall(NamedTuple):
     use: Use | None  # None where no gradient is collected
     masked: MaskedTensor | None  # the weight, where it is masked
     dtype: torch.dtype | None  # to compute in; None for the operands' own
-    transposed: bool  # whether the weight is (in, out)
-    dequantize: Callable[[], Tensor] | None  # makes the weight; None where it is not quantized
     recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
+    transposed: bool = False  # whether the weight is (in, out)
+    dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
 
 
-def run_linear(
-    x: Tensor, weight: Any, bias: Any, use: Use | None, masked: MaskedTensor | None, dtype: torch.dtype | None,
-    transposed: bool = False, dequantize: Callable[[], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Computes a linear layer by a node that collects the gradients of a use; see :class:`LinearCall`."""
-    root = recompute = None
-    if use is not None:
-        root, recompute = use.root, use.tensors[0].collector.recompute
-    call = LinearCall(use, masked, dtype, transposed, dequantize, None if recompute is None else recompute(x))
-    if dtype is None:  # autocast is off, or leaves x alone
+def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
+    """Computes a linear layer by a node that collects the gradients of the call's use."""
+    root = None if call.use is None else call.use.root
+    if call.dtype is None:  # autocast is off, or leaves x alone
         return _Linear.apply(x, weight, bias, call, root)
     with torch.autocast(x.device.type, enabled=False):
         return _Linear.apply(x, weight, bias, call, root)

@@ -1,9 +1,8 @@
 """The training step: from the gradients of all nodes to one flat gradient, and the entries that they unmask.
 
     forward          each use of a masked tensor is counted; its node hangs on the root anchor
-    collect          a node hands over a weight's gradient, the first of all begins a pass. Once no use of the tensor
-                     waits, the unmasked entries' part goes into the flat gradient, the masked ones are offered to the
-                     selector, and the rest is freed
+    collect          a node hands over a weight's gradient. Once no use of the tensor waits, the unmasked entries' part
+                     goes into the flat gradient, the masked ones are offered to the selector, and the rest is freed
     commit           the root anchor's node, which autograd runs after all uses: the winners join the entries, and the
                      flat gradient, theirs included, becomes that of ``sparse_values``
     optimizer step   any optimizer moves ``sparse_values``; a hook counts the step and writes base + delta
@@ -107,7 +106,7 @@ class TrainingStep:
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     shared_tap: Any = staticmethod(lambda tensor: None)  # a tensor's tap where one node has those of several
-    recompute: Any = None  # function of a layer's input: how to compute it again in backward, or None to save it
+    recompute: Any = staticmethod(lambda x: None)  # how to compute a layer's input again in backward; None to save it
     frozen: Set[MaskedTensor] = frozenset()  # tensors that do not train for now
     around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
 

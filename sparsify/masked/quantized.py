@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.core.devices import put
-from sparsify.core.layers import MaskedLinear, autocast_dtype, run_linear
+from sparsify.core.layers import LinearCall, MaskedLinear, autocast_dtype, run_linear
 from sparsify.core.module import MaskedModule, count_use, masked_tensors
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
@@ -112,5 +112,6 @@ def _quantized_linear(module: Any, x: Tensor) -> Tensor:
         dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
-    bias, dequantize = parameters.get("bias"), tensor.dequantizer()
-    return run_linear(x, None, bias, use, tensor, dtype, dequantize=dequantize).to(output_dtype)
+    recompute = None if use is None else tensor.collector.recompute(x)
+    call = LinearCall(use, tensor, dtype, recompute, dequantize=tensor.dequantizer())
+    return run_linear(x, None, parameters.get("bias"), call).to(output_dtype)

@@ -81,6 +81,20 @@ def test_a_layer_behind_an_activation_keeps_no_input():
     layer = sparsify_fully(nn.Linear(IN, OUT))
     assert saved_bytes(layer, F.gelu) == 0
     assert saved_bytes(layer, torch.sin) == 64 * IN * 4
+    with torch.autocast("cpu", torch.bfloat16):  # the input in the layer's dtype is not kept either
+        assert saved_bytes(layer, F.gelu) == 0
+        assert saved_bytes(layer, torch.sin) == 64 * IN * 2
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_in_autocast_the_input_is_made_and_cast_again(h, name):
+    layer, weight = sparsify_fully(nn.Linear(IN, OUT)), torch.ones(OUT, IN, requires_grad=True)
+    with torch.no_grad():
+        weight.copy_(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(AGAIN[name](h)).square().sum().backward()
+        F.linear(AGAIN[name](h), weight, layer.bias.detach()).square().sum().backward()
+    torch.testing.assert_close(model_gradients(layer)["weight"], weight.grad, rtol=1e-2, atol=1e-2)
 
 
 def gradient_of_weight(h, activation):
