@@ -148,7 +148,8 @@ def test_a_step_calls_no_more_functions_of_python_than_it_did():
 
 @pytest.mark.slow
 def test_the_hosts_part_of_a_gpus_step_calls_no_more_functions_of_python_than_it_did():
-    command = [sys.executable, SCRIPTS / "overhead.py", "--as-on-a-gpu", "--layers", "4", "--steps", "1", "--rounds", "1"]
+    options = ["--as-on-a-gpu", "--layers", "4", "--steps", "1", "--rounds", "1"]
+    command = [sys.executable, SCRIPTS / "overhead.py", *options]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     calls = {line.split()[0]: int(line.split()[-2].replace(",", "")) for line in lines}
     added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
