@@ -15,7 +15,7 @@ import pytest
 import transformers as hf
 from scipy import stats
 
-from examples.paper import analysis, protocol, run, runs, significance, suites, tables, tasks, training
+from examples.paper import analysis, protocol, reinforcement, run, runs, significance, suites, tables, tasks, training
 from examples.paper.methods import METHODS
 from examples.paper.settings import Settings
 from sparsify.cli.demo import default_model
@@ -346,3 +346,21 @@ def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(
     assert 0 < float(rows["full"][6]) < 1
     assert -1 <= float(shown.split()[-1]) <= 1
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png", "changes.png"}
+
+
+def test_the_bed_for_reinforcement_learning_trains_equal_numbers_and_counts_what_it_sends(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(reinforcement, "PRETRAINING", 2)
+    results = tmp_path / "runs.jsonl"
+    options = ["--steps", "2", "--results", str(results)]
+    reinforcement.main([*options, "--methods", "lora", "id3", "full"])
+    lora, id3, full = runs.read(results).values()
+    assert lora["trained"] == id3["trained"] == reinforcement.BUDGET
+    assert lora["bytes"] == [4 * lora["trained"]] * 2
+    assert full["bytes"] == [4 * full["trained"]] * 2
+    assert all(0 < sent < full["bytes"][0] / 100 for sent in id3["bytes"])
+    capsys.readouterr()
+    reinforcement.main([*options, "--methods", "full"])  # is there already
+    assert len(runs.read(results)) == 3
+    assert "| id3 | 8,192 | 0.001 |" in capsys.readouterr().out
