@@ -132,6 +132,17 @@ def reward(text: str, ended: bool, right: str) -> float:
     return 0.2 * (ended and text.rstrip(" .")[-1:].isdigit()) + 0.8 * is_right(right, text)
 
 
+def score(
+    tokenizer: PreTrainedTokenizerFast, answers: Tensor, right: Sequence[str], samples: int
+) -> tuple[Tensor, Tensor]:
+    """Rewards (prompts, samples) of the answers' tokens (n, length), and the mask (n, length) of those that count."""
+    ends = (answers == tokenizer.eos_token_id).int()
+    counts = (ends.cumsum(1) - ends == 0).long()  # to the first end, included
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    rights = [each for each in right for _ in range(samples)]
+    return torch.tensor(list(map(reward, texts, ends.any(1).tolist(), rights))).view(-1, samples), counts
+
+
 def train(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, ask: Ask, options: argparse.Namespace
 ) -> list[dict[str, float]]:
@@ -146,11 +157,7 @@ def train(
         version, mask, tokens = ask(update, prompts)
         assert version == update.version  # the answers have to be those of the policy that learns from them
         answers = tokens[:, mask.shape[1] :]
-        ends = (answers == tokenizer.eos_token_id).int()
-        counts = (ends.cumsum(1) - ends == 0).long()  # to the first end, included
-        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        rights = [each for each in right for _ in range(options.samples)]
-        rewards = torch.tensor(list(map(reward, texts, ends.any(1).tolist(), rights))).view(-1, options.samples)
+        rewards, counts = score(tokenizer, answers, right, options.samples)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         policy_loss(model, tokens, mask, counts, advantages.flatten()).backward()
         optimizer.step()

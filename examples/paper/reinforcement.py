@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from examples.online_rl import load, policy_loss, reward
+from examples.online_rl import load, policy_loss, score
 from examples.paper.models import IGNORED
 from examples.paper.runs import Run, append, describe, read
 from examples.paper.settings import Settings
@@ -98,12 +98,7 @@ def run(model: Any, tokenizer: PreTrainedTokenizerFast, settings: Settings) -> R
                 temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
             )  # fmt: skip
         mask = encoded.attention_mask.repeat_interleave(SAMPLES, 0)
-        answers = tokens[:, mask.shape[1] :]
-        ends = (answers == tokenizer.eos_token_id).int()
-        counts = (ends.cumsum(1) - ends == 0).long()  # to the first end, included
-        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        rights = [each for each in right for _ in range(SAMPLES)]
-        found = torch.tensor(list(map(reward, texts, ends.any(1).tolist(), rights))).view(-1, SAMPLES)
+        found, counts = score(tokenizer, tokens[:, mask.shape[1] :], right, SAMPLES)
         advantages = (found - found.mean(1, keepdim=True)) / (found.std(1, keepdim=True) + 1e-4)
         policy_loss(model, tokens, mask, counts, advantages.flatten()).backward()
         optimizer.step()
