@@ -36,7 +36,7 @@ def take_the_gpus_way() -> None:
     """Has tensors on the CPU go through the library as a GPU's do, but for the launches of Triton's kernels."""
     from sparsify.core import devices
     from sparsify.kernels import sddmm, triton
-    from sparsify.selection import device_topk, small
+    from sparsify.selection import device_topk, joined
     from sparsify.training import weights
 
     def cut(
@@ -51,7 +51,8 @@ def take_the_gpus_way() -> None:
     for name, run in (launches | {"_cut": lambda *arguments, **options: cut(*arguments)}).items():
         setattr(triton, name, defaultdict(lambda run=run: run))  # kernel[grid](...)
     devices.AHEAD = (*devices.AHEAD, "cpu")
-    small.LARGEST = 4 * WIDTH  # entries of the longest bias
+    joined.LARGEST = 4 * WIDTH  # entries of the longest bias
+    joined.LARGEST_AHEAD, joined.AT_ONCE = 4 * WIDTH**2, 16 * WIDTH**2  # all matrices of a layer, as of BERT-base
     for module in (sddmm, device_topk, weights):
         module.has_triton = lambda device: True  # type: ignore[attr-defined]
 

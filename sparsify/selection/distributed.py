@@ -16,8 +16,8 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import TopK, Winners
 from sparsify.masked.tensor import BlockGradient, matrix_shape
 from sparsify.selection.device_topk import DeviceTopK, keep_best
+from sparsify.selection.joined import Joined, is_small
 from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
-from sparsify.selection.small import SmallGradients, is_small
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
 BLOCK_AT_ONCE = 1 << 23  # entries of a tensor-parallel weight's gradient, at 12 bytes each
@@ -42,8 +42,8 @@ class RanksSelector(StreamingSelector):
         entries = tensors[0].collector.entries
         self._dtype: torch.dtype = entries.values.dtype
         # FSDP2 has each weight whole in its own backward only, where its gradient is offered
-        self.batches_small = self._can_wait = not is_fully_sharded(entries.root)
-        small = [tensor for tensor in tensors if is_small(tensor) and self.batches_small]
+        self.joins = self._can_wait = not is_fully_sharded(entries.root)
+        small = [tensor for tensor in tensors if is_small(tensor) and self.joins]
         self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
         self._waiting: list[tuple[MaskedTensor, DenseGradient]] = []
         self._begun: Callable[[], None] | None = None  # offers what is being averaged
@@ -77,10 +77,10 @@ class RanksSelector(StreamingSelector):
                 else:
                     self._offer_mean(tensor, partial(some_rows, dense))
 
-    def offer_small(self, small: Sequence[SmallGradients]) -> None:
+    def offer_joined(self, batches: Sequence[Joined]) -> None:
         self._offer_waiting()
-        for own in small:
-            self._small.update({t: DenseGradient(values.view(matrix_shape(t))) for t, values in own.values.items()})
+        for own in batches:
+            self._small.update({t: DenseGradient(values.view(matrix_shape(t))) for t, values in own.gradients.items()})
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
@@ -108,15 +108,15 @@ class RanksSelector(StreamingSelector):
             self._offer_share(weight[start:], grad, 0, ids, self._copies)
 
     def _offer_mean_of_small(self) -> None:
-        by_device: dict[torch.device, SmallGradients] = {}
+        by_device: dict[torch.device, Joined] = {}
         for tensor, gradient in self._small.items():
             device = tensor.parameter.device
             own = gradient or DenseGradient(torch.zeros(matrix_shape(tensor), dtype=self._dtype, device=device))
-            by_device.setdefault(device, SmallGradients()).add([(tensor, own)])
+            by_device.setdefault(device, Joined()).add([(tensor, own)])
         for small in by_device.values():
-            weight, grad, ids = small.entries(self._excluded_places(small))
+            weight, grad, offset, ids = small.entries(self._excluded_places(small))
             self._work.dense += grad.numel()
-            self._offer_share(weight, grad.to(self._dtype), 0, ids)
+            self._offer_share(weight, grad.to(self._dtype), offset, ids)
 
     def _offer_share(
         self, weight: Tensor, grad: Tensor, offset: int, ids: Tensor | None = None, group: Any = None

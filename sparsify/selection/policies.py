@@ -20,8 +20,8 @@ from sparsify.core.topk import TopK, Winners
 from sparsify.errors import SparsifyError
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import RanksSelector
+from sparsify.selection.joined import Joined
 from sparsify.selection.screening import StreamingSelector, Work
-from sparsify.selection.small import SmallGradients
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher
 from sparsify.strategies.strategy import Increment, Repeat, Strategy, divide
@@ -33,7 +33,7 @@ _KEPT, _LEAST_KEPT = 8, 1 << 16
 class RankedSelector(Selector):
     """Selects entries (n,) that are known before the step, best first; gradients are ``like`` the flat delta."""
 
-    batches_small = False
+    joins = False
 
     def __init__(self, ids: Tensor, tensors: Sequence[MaskedTensor], like: Tensor) -> None:
         self._ids, self._grads = ids.to(like.device), like.new_zeros(ids.numel())
@@ -59,7 +59,7 @@ class RankedSelector(Selector):
 class AllocatedSelector(Selector):
     """Selects by a selector of its own for each module with a budget of its own, and one for all other tensors."""
 
-    batches_small = False
+    joins = False
 
     def __init__(self, own: Mapping[MaskedTensor, Any]) -> None:
         self._own, self._all = own, list(dict.fromkeys(own.values()))
@@ -166,7 +166,7 @@ class AccumulatingSelector(Selector):
 
     def __init__(self, topk: Any, policy: Any, selector: StreamingSelector, ranks: Ranks) -> None:
         super().__init__(topk, policy.importance)
-        self._policy, self._selector, self._ranks, self.batches_small = policy, selector, ranks, selector.batches_small
+        self._policy, self._selector, self._ranks, self.joins = policy, selector, ranks, selector.joins
         like, known = policy.entries.values.detach(), policy.known
         self._ids, order = known.ids.to(like.device).sort()
         self._sums, self._weights = known.grads.to(like)[order], known.weights.to(like)[order]
@@ -181,13 +181,13 @@ class AccumulatingSelector(Selector):
         self._own[tensor] += own.to(self._new)
         return unmasked
 
-    def offer_small(self, small: Sequence[SmallGradients]) -> None:
-        for some in small:
-            known = {tensor: self._selector.known[tensor] for tensor in some.values}
-            parts = some.joined[some.places(known)].to(self._new).split([own.numel() for own in known.values()])
+    def offer_joined(self, batches: Sequence[Joined]) -> None:
+        for some in batches:
+            known = {tensor: self._selector.known[tensor] for tensor in some.gradients}
+            parts = some.values[some.places(known)].to(self._new).split([own.numel() for own in known.values()])
             for tensor, own in zip(known, parts, strict=True):
                 self._own[tensor] += own
-        self._selector.offer_small(small)
+        self._selector.offer_joined(batches)
 
     def winners(self) -> Winners:
         ranks = num_ranks()

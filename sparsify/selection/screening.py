@@ -28,7 +28,7 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.kernels.sddmm import ENTRY, FACTORS, sampling_pays, sddmm
 from sparsify.masked.tensor import matrix_shape
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.small import SmallGradients
+from sparsify.selection.joined import Joined
 
 SCREENED = (torch.float32, torch.bfloat16)  # dtypes
 # costs on a CPU, counted as in ``kernels/sddmm.py``; deliberately overestimated
@@ -81,7 +81,7 @@ Product.sampler = staticmethod(sampled)
 class StreamingSelector(Selector):
     """Selects the best entries on one rank by a ``TopK`` or a ``DeviceTopK``, screened where that pays."""
 
-    batches_small = True
+    joins = True
     _topk: Any
 
     def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool) -> None:
@@ -102,12 +102,12 @@ class StreamingSelector(Selector):
         self._topk.offer(self._importance, tensor.matrix, dense.values, dense.rows, tensor.offset)
         return taken
 
-    def offer_small(self, small: Sequence[SmallGradients]) -> None:
-        """Takes the whole gradients of all small tensors, by device, at the end of a pass."""
-        for own in small:
-            self._work.dense += own.joined.numel()
-            weight, grad, ids = own.entries(self._excluded_places(own))
-            self._topk.offer(self._importance, weight[None], grad[None], None, 0, ids)
+    def offer_joined(self, batches: Sequence[Joined]) -> None:
+        """Takes the whole gradients of joined tensors."""
+        for own in batches:
+            weight, grad, offset, ids = own.entries(self._excluded_places(own))
+            self._work.dense += grad.numel()
+            self._topk.offer(self._importance, weight[None], grad[None], None, offset, ids)
 
     def _wanted_and_excluded(self, tensor: MaskedTensor) -> tuple[Tensor, Tensor]:
         """Flat indices of the entries whose gradients are returned, and of those that are not offered."""
@@ -117,13 +117,15 @@ class StreamingSelector(Selector):
         others = wanted if self._masked_only else self.known.get(tensor, wanted[:0])
         return wanted, torch.cat([tensor.never_candidates, others])
 
-    def _excluded_places(self, small: SmallGradients) -> Tensor:
-        """The entries of all small tensors that are not offered: places among their joined gradients."""
-        tensors: list[Any] = [*small.values]
-        never = {own: own.never_candidates for own in tensors if own.frozen_row is not None or own.rows is not None}
-        places = [small.places(never)]
-        places += [small.places({tensor: self.known[tensor] for tensor in tensors})] if self.known else []
-        return torch.cat([*places, small.unmasked[1]] if self._masked_only else places)
+    def _excluded_places(self, joined: Joined) -> Tensor:
+        """The entries of joined tensors that are not offered: places among their gradients."""
+        some = [own for own in joined.tensors if own.frozen_row is not None or own.rows is not None]
+        never = {tensor: tensor.never_candidates for tensor in some}
+        known = {tensor: self.known[tensor] for tensor in joined.tensors} if self.known else {}
+        if self._masked_only and not never and not known:
+            return joined.unmasked[1]
+        places = [joined.places(never), joined.places(known)]
+        return torch.cat([*places, joined.unmasked[1]] if self._masked_only else places)
 
     def _compute(self, gradient: Gradient, wanted: Tensor, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
         """Returns the gradient of the wanted entries (k,), and the whole one, zero at the excluded entries (e,)."""

@@ -22,7 +22,7 @@ from sparsify.core.step import TrainingStep
 from sparsify.core.tensor import REENTRANT, Use
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
-from sparsify.selection.small import is_small
+from sparsify.selection.joined import is_small
 
 _AGAIN = -1  # the number of a use that is none of those in a forward pass
 

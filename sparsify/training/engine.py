@@ -28,9 +28,9 @@ from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import recomputable, release_memory
 from sparsify.masked.tensor import ModelTensor
+from sparsify.selection.joined import JoiningPass
 from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
 from sparsify.selection.screening import Work
-from sparsify.selection.small import BatchingPass
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
@@ -51,7 +51,7 @@ class Engine(TrainingStep):
     """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
     recompute: Any = staticmethod(recomputable)
-    pass_kind = BatchingPass
+    pass_kind = JoiningPass
 
     def __init__(self, plan: Plan) -> None:
         self.root, self.strategy, self.seed = plan.model, plan.strategy, plan.seed

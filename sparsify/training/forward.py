@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsify.core.taps import Tap
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import ModelTensor
-from sparsify.selection.small import is_small
+from sparsify.selection.joined import is_small
 
 ALIGNED = 8  # numbers: 16 bytes of the shortest
 

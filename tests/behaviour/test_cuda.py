@@ -119,8 +119,9 @@ def test_a_follower_on_a_device_has_every_version_and_is_waited_for_once(results
         assert found["waits"] == {"update": 1 + 1 + 2, "bytes": 0, "apply": 1}
 
 
-COUNT = """import os, launches, sparsify.selection.small as small
-small.LARGEST = 40  # so that the narrow models' matrices are looked at one by one, as wide ones are
+COUNT = """import os, sys, launches, sparsify.selection.joined as joined
+joined.LARGEST = 40  # the narrow models' matrices are looked at as wide ones are: a layer's at once, or one by one
+joined.AT_ONCE, joined.LARGEST_AHEAD = 2400, 512 if "bert" in sys.argv else 0
 launches.main(), os._exit(0)"""
 
 

@@ -121,7 +121,7 @@ def headers_of_a_step(rank):
 
 
 def a_small_module_on_one_rank_alone(rank):
-    with patch("sparsify.selection.small.LARGEST", 10):  # the norm's and all biases
+    with patch("sparsify.selection.joined.LARGEST", 10):  # the norm's and all biases
         model, error = skipping(rank, "norm", lambda x: nn.functional.layer_norm(x, x.shape[1:]))
     return unmasked_sets(model) if error == "no error" else error
 

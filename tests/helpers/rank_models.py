@@ -117,7 +117,7 @@ def error_of(function, *args, **options):
 def selecting(way, small=0):
     """A context in which tensors of up to ``small`` entries are batched, and others come in several blocks."""
     limits = ExitStack()
-    limits.enter_context(patch("sparsify.selection.small.LARGEST", small))
+    limits.enter_context(patch("sparsify.selection.joined.LARGEST", small))
     limits.enter_context(patch("sparsify.selection.distributed.MOST_AT_ONCE", 150))
     if way == "device":
         limits.enter_context(patch("sparsify.core.devices.AHEAD", ("cpu",)))

@@ -39,7 +39,7 @@ def test_a_run_compiles_few_variants_however_its_tensors_and_batches_differ(name
     triton = triton_kernels(torch.device("cpu"))
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
     monkeypatch.setattr("sparsify.kernels.sddmm.MOVED", {True: (0, 0), False: (0, 0)})  # so that entries are sampled
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 100)  # biases and norms
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 100)  # biases and norms
     recorded = {name: Recorded(getattr(triton, name)) for name in KERNELS}
     for name, kernel in recorded.items():
         monkeypatch.setattr(triton, name, kernel)

@@ -12,4 +12,4 @@ def screened(monkeypatch):
     monkeypatch.setattr(screening, "SMALLEST_SCREENED", 1)
     for name, cost in FREE.items():
         monkeypatch.setattr(screening, name, cost)
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 16)
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 16)

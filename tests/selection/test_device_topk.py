@@ -37,7 +37,8 @@ def like_a_gpu(request, device, monkeypatch):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Tensors of a few entries come in several parts, with cuts between them, and so do products."""
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 8)
+    for name, number in {"LARGEST": 8, "LARGEST_AHEAD": 130, "AT_ONCE": 300}.items():
+        monkeypatch.setattr(f"sparsify.selection.joined.{name}", number)
     monkeypatch.setattr(screening, "MOST_MULTIPLIED", 60)
     monkeypatch.setattr(device_topk, "FEWEST_AT_ONCE", 8)
     monkeypatch.setattr(device_topk, "MOST_AT_ONCE", 40)

@@ -44,7 +44,7 @@ def times_column(tensor, number):
 @pytest.mark.parametrize("exp", [0, 1, 2, -1])
 def test_hard_cases_are_the_oracles_to_the_last_entry(monkeypatch, case, exp):
     """All numbers are multiples of powers of two, and few, so that no sum is rounded in any order."""
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 0)
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 0)
     torch.manual_seed(exp)
     dense = nn.Sequential(nn.Linear(20, 17), nn.ReLU(), nn.Linear(17, 33), nn.ReLU(), nn.Linear(33, 5))
     for parameter in dense.parameters():
@@ -66,12 +66,12 @@ def work_of(model, steps=1):
 def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(monkeypatch):
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     biases = 64 + 64 + 32
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 64)
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 64)
     work = work_of(sparsify(copy.deepcopy(plain), 30, steps=3), steps=2)  # the first step keeps all of the candidates
     assert work.dense == 64 * 32 + biases, "the first gradient of a step, without a threshold to compare it with"
     assert work.screened + work.skipped == 64 * 64 + 32 * 64
     assert work.screened > 0
-    monkeypatch.setattr("sparsify.selection.small.LARGEST", 1 << 14)
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 1 << 14)
     model = sparsify(plain, 30, steps=3, schedule=Schedule(every=2))
     others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     dense = Work(dense=64 * 64 + 2 * 64 * 32 + biases)

@@ -8,7 +8,7 @@ from torch import nn
 
 from sparsify import D3, Increment, Magnitude, Repeat, Strategy, get_engine, sparsify
 from sparsify.core.gradients import DenseGradient
-from sparsify.selection.small import SmallGradients
+from sparsify.selection.joined import Joined, Span
 
 pytestmark = pytest.mark.usefixtures("device")
 SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0": 9}), Repeat()]
@@ -16,10 +16,30 @@ SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0":
 
 def test_a_gradient_is_kept_in_memory_of_its_own():
     (tensor, _), values = get_engine(sparsify(nn.Linear(3, 2), 4, "random")).tensors, torch.ones(2, 3)
-    small = SmallGradients()
+    small = Joined()
     small.add([(tensor, DenseGradient(values, owned=False))])
     values.zero_()  # as another backward may
-    assert small.joined.all()
+    assert small.values.all()
+
+
+def test_neighbours_are_joined_in_order_with_zeros_for_what_lies_between_them(monkeypatch):
+    monkeypatch.setattr("sparsify.selection.joined.AT_ONCE", 20)
+    model = sparsify(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4), nn.Linear(4, 9)), 30, "random")
+    first, bias, second, *_, far, _ = get_engine(model).tensors
+    span, values = Span(), {tensor: torch.randn(tensor.shape) for tensor in (second, first)}
+    for tensor, own in values.items():  # as in backward, from the last one on
+        assert span.take(tensor, DenseGradient(own))
+    assert not span.take(far, DenseGradient(torch.ones(9, 4)))
+    assert span.values.equal(torch.cat([values[first].flatten(), torch.zeros(2), values[second].flatten()]))
+    weights, grads, start, ids = span.entries(torch.empty(0, dtype=torch.int64))
+    assert ids is None
+    assert grads.equal(span.values)
+    for tensor in (first, second):
+        assert weights[tensor.offset - start :][: tensor.numel].equal(tensor.weight.flatten())
+    slots, places = span.unmasked
+    expected = {slot: int(id) for slot, id in enumerate(get_engine(model).entries.ids) if id < span.values.numel()}
+    assert dict(zip(slots.tolist(), (places + start).tolist(), strict=True)) == expected
+    assert any(bias.offset <= id < second.offset for id in expected.values()), "a test of what lies between"
 
 
 class Routed(nn.ModuleList):
