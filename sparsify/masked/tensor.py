@@ -20,7 +20,7 @@ from sparsify.common.shards import (
     write_own_entries,
 )
 from sparsify.core.devices import put, upload
-from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix
+from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix, tap_gradient
 from sparsify.core.tensor import MaskedTensor
 
 PARTIAL = "ReplicatedWithGradAllReduce"  # transformers' tensor-parallel style of norms within heads
@@ -105,10 +105,10 @@ class ModelTensor(MaskedTensor):
 
     def gradient(self, grad: Any) -> Gradient:
         if not is_shard(grad):
-            return super().gradient(grad * self.collector.parallel if self.is_partial else grad)
+            return tap_gradient(grad * self.collector.parallel if self.is_partial else grad)
         local = grad.redistribute(placements=self.parameter.placements).to_local()  # sums what ranks have terms of
         if self.shards == 1:
-            return super().gradient(local)
+            return tap_gradient(local)
         return BlockGradient(as_matrix(local), block_of(self.parameter), self.shards)
 
     @property

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +43,8 @@ class JoiningPass(Pass):
     def __init__(self, selector: Any) -> None:
         super().__init__(selector)
         self._joins = selector is None or selector.joins
-        self._joins_neighbours = self._joins and (selector is None or num_ranks() == 1)
+        self._has_ranks = num_ranks() > 1
+        self._joins_neighbours = selector is None or (self._joins and not self._has_ranks)  # ranks select in one order
         self._small: defaultdict[torch.device, Joined] = defaultdict(Joined)
         self._spans: defaultdict[torch.device, Span] = defaultdict(Span)
 
@@ -95,7 +96,8 @@ class JoiningPass(Pass):
     def settle_rest(self) -> None:
         super().settle_rest()
         small = list(self._small.values())
-        check_alike(small)
+        if self._has_ranks:
+            check_alike(small)
         if self._joins:
             self._settle([*self._spans.values(), *small])
         else:
@@ -143,9 +145,10 @@ class Joined:
         entries = self.tensors[0].collector.entries
         ends, counts = [*accumulate(entries.counts)], [entries.counts[tensor.number] for tensor in self.tensors]
         slots, indices = entries.by_tensor  # of all tensors, of which these are some
-        firsts = [ends[tensor.number] - end for tensor, end in zip(self.tensors, accumulate(counts), strict=True)]
-        at = torch.arange(sum(counts), device=slots.device) + _repeated(firsts, counts, slots.device)
-        return slots[at], (indices[at] + _repeated(self._starts, counts, slots.device)).to(self.values.device)
+        before = [ends[tensor.number] - end for tensor, end in zip(self.tensors, accumulate(counts), strict=True)]
+        at, starts = _repeated([before, self._starts], counts, slots.device)
+        at = at + torch.arange(sum(counts), device=slots.device)
+        return slots[at], (indices[at] + starts).to(self.values.device)
 
     def places(self, indices: Mapping[MaskedTensor, Tensor]) -> Tensor:
         """Where flat indices (n,) of some tensors are in ``values``."""
@@ -165,7 +168,7 @@ class Joined:
     def _ids(self) -> tuple[int, Tensor | None]:
         more = [tensor.offset - start for tensor, start in zip(self.tensors, self._starts, strict=True)]
         ids = torch.arange(self.values.numel(), device=self.values.device)
-        return 0, ids.add_(_repeated(more, [tensor.numel for tensor in self.tensors], ids.device))
+        return 0, ids.add_(_repeated([more], [tensor.numel for tensor in self.tensors], ids.device)[0])
 
 
 class Span(Joined):
@@ -192,7 +195,8 @@ class Span(Joined):
         ends = [self._first, *[tensor.offset + tensor.numel for tensor in self.tensors]]
         gaps = [tensor.offset - end for tensor, end in zip(self.tensors, ends, strict=False)]
         zeros = parts[0].new_zeros(max(gaps))
-        return _flat([piece for gap, part in zip(gaps, parts, strict=True) for piece in (zeros[:gap], part)])
+        pieces = [(zeros[:gap], part) if gap else (part,) for gap, part in zip(gaps, parts, strict=True)]
+        return _flat([*chain(*pieces)])
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -238,6 +242,7 @@ def check_alike(batches: Iterable[Joined]) -> None:
         raise SparsifyError(f"{problem}: {remedy} give these ranks the same batches, one for each copy of the model.")
 
 
-def _repeated(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    each, repeats = upload([*numbers, *counts], device).chunk(2)
-    return each.repeat_interleave(repeats, output_size=sum(counts))
+def _repeated(rows: Sequence[Sequence[int]], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Rows (m, n) of numbers, each of which is repeated as often as the counts say."""
+    table = upload([*chain(*rows), *counts], device).view(-1, len(counts))
+    return table[:-1].repeat_interleave(table[-1], dim=1, output_size=sum(counts))

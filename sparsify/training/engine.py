@@ -207,7 +207,7 @@ class Engine(TrainingStep):
         for other in list(self._passes):
             if other != around and self._begun[other][0] == thread:
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
-        if self.values.grad is None and not self._passes:
+        if self.entries.values.grad is None and not self._passes:
             self.passes = 0  # the gradients of those before are gone, as where one was interrupted
         current = super().start_pass(graph, around)
         adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())

@@ -141,7 +141,10 @@ def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
 
 def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's present step, or one within it, has been counted."""
-    return next((step in each.counted for each in reversed(_STEPS.begun) if each.optimizer() is optimizer), False)
+    for each in reversed(_STEPS.begun):
+        if each.optimizer() is optimizer:
+            return step in each.counted
+    return False
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:
@@ -196,8 +199,9 @@ def warn_of_unreached(step: TrainingStep) -> None:
 
 def warn_of_late(step: Any, optimizer: torch.optim.Optimizer) -> None:
     """Warns of what trains and is in no delta, whenever the optimizer trains another number of parameters."""
-    if (trained := sum(parameter.requires_grad for parameter in parameters_of(optimizer))) != _TRAINED.get(step):
-        _TRAINED[step] = trained
+    trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+    if _TRAINED.get(step) != len(trained):
+        _TRAINED[step] = len(trained)
         step.source.warn_of_unheld()
 
 

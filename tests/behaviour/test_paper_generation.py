@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from examples.paper import language, metrics, run, runs, sources, tasks, training
+from examples.paper import curvature, language, metrics, run, runs, sources, tasks, training
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
@@ -225,3 +225,27 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])
     language.main(["--results", str(path), "--table"])
     assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
+
+
+def test_the_curvature_of_a_first_step_is_measured_for_each_rule(gemma, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPARSIFY_DATA", gemma)
+    curvature.main(["--model", gemma, "--budget", str(BUDGET), "--out", str(tmp_path / "figure.png")])
+    table = capsys.readouterr().out.split("| first step of |")[-1].splitlines()[2:]
+    rows = {cells[0]: cells for line in table if len(cells := line.strip("| ").split(" | ")) > 5}
+    assert list(rows) == [*curvature.RULES, *curvature.OTHERS]
+    assert {rows[rule][1] for rule in curvature.RULES} == {str(BUDGET)}
+    slopes = {rule: float(cells[4]) for rule, cells in rows.items()}
+    assert slopes["full"] >= slopes["gradient"] >= slopes["square-4"] >= 0
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_a_step_is_followed_along_a_quadratic_loss():
+    """0.5 w^T diag(h) w at w = 1: the gradient is h, the slope its sum, and so is the curvature."""
+    steep = {"w": torch.tensor([[1.0, 9.0], [4.0, 2.0]])}
+
+    def loss_at(step, rate):
+        return float((steep["w"] * (1 + rate * step["w"]).square()).sum() / 2)
+
+    found = curvature.measure("gradient", steep, 2, 0, loss_at)
+    assert (found.trained, found.slope, found.columns, found.rows) == (2, 13.0, [1, 1], [1, 1])
+    assert found.curvature == pytest.approx(13.0, rel=1e-3)
