@@ -9,14 +9,14 @@ Adam's first step moves each trained number by the rate r against the sign s of 
 so that the loss falls up to r = 2 slope / curvature, if it is quadratic. Slope and entries come from the gradient of a
 calibration at the pretrained weights, the losses from the same rows, the curvature from a central difference at the
 rate where the loss fell most. Of a LoRA of rank 1 the first step moves B alone. The model, its rows and the rules are
-those of ``examples.paper.language``. Needs the extras ``paper`` and ``plot``.
+those of ``examples.paper.language``, in float32. Needs the extras ``paper`` and ``plot``.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from examples.paper.tables import markdown
 
 RULES = ("gradient", "column-8", "floor-1", "mixed-25", "square-4", "random")
 OTHERS = ("lora-1", "full")
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 FULLEST = 0.01  # share of the columns, and of the rows, whose entries are counted
 
 
@@ -42,6 +42,7 @@ class Curve(NamedTuple):
     columns: list[int]  # entries of each column of each tensor, the fullest first; of a LoRA and all weights: none
     rows: list[int]
     slope: float
+    start: float  # the loss at the pretrained weights
     losses: list[float]  # at RATES
     curvature: float
 
@@ -90,7 +91,8 @@ def measure(rule: str, gradients: Tensors, budget: int, seed: int, loss_at: Call
     start, losses = loss_at(step, 0.0), [loss_at(step, rate) for rate in RATES]
     best = min(range(len(RATES)), key=losses.__getitem__)
     curvature = (losses[best] + loss_at(step, -RATES[best]) - 2 * start) / RATES[best] ** 2
-    return Curve(moved, *(([], []) if entries is None else counts(entries, gradients)), slope, losses, curvature)
+    lines = ([], []) if entries is None else counts(entries, gradients)
+    return Curve(moved, *lines, slope, start, losses, curvature)
 
 
 def losses_along(model: nn.Module, batches: Sequence[language.Batch]) -> Callable[[Tensors, float], float]:
@@ -101,7 +103,7 @@ def losses_along(model: nn.Module, batches: Sequence[language.Batch]) -> Callabl
     def loss_at(step: Tensors, rate: float) -> float:
         for name, direction in step.items():
             model.get_parameter(name).copy_(base[name]).add_(direction, alpha=rate)
-        return statistics.mean(float(language.answer_loss(model, batch)) for batch in batches)
+        return statistics.mean(float(language.answer_loss(model, batch, torch.float32)) for batch in batches)
 
     return loss_at
 
@@ -125,7 +127,7 @@ def share(lines: list[int]) -> float:
     return sum(lines[: max(1, round(FULLEST * len(lines)))]) / sum(lines)
 
 
-def draw(curves: dict[str, Curve], start: float, path: Path) -> None:
+def draw(curves: dict[str, Curve], path: Path) -> None:
     """The share of the entries in the fullest columns, and the loss along the first step."""
     import matplotlib.pyplot as plt
 
@@ -135,7 +137,7 @@ def draw(curves: dict[str, Curve], start: float, path: Path) -> None:
         if curve.columns:
             places = [(at + 1) / len(curve.columns) for at in range(len(curve.columns))]
             left.plot(places, [number / curve.trained for number in accumulate(curve.columns)], **look)
-        right.plot(RATES, [loss - start for loss in curve.losses], marker=".", **look)
+        right.plot(RATES, [loss - curve.start for loss in curve.losses], marker=".", **look)
     left.set(xscale="log", xlabel="share of the columns, the fullest first", ylabel="share of the entries", ylim=(0, 1))
     right.set(xscale="log", xlabel="rate of Adam's first step", ylabel="change of the loss", ylim=(-0.5, 0.3))
     right.axhline(0, color=INK, linewidth=0.6)
@@ -147,6 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a causal language model")
     parser.add_argument("--budget", type=int, default=237_312, help="default: Gemma 3 270M's LoRA of rank 1")
+    parser.add_argument("--batches", type=int, default=4, help="of the calibration")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--max-length", type=int, default=128, help="longer rows are left out")
     parser.add_argument("--seed", type=int, default=0)
@@ -155,16 +158,16 @@ def main(arguments: list[str] | None = None) -> None:
     size = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch-size", "max-length")]
     given = ["--model", options.model, "--methods", "none", "--held-out", "1", *size]
     bed = language.Bed(options.model, language.plan(language.parse_arguments(given))[0])
-    summed = bed.gradients(options.seed, options.batch_size, "linear")
-    gradients = {name: gradient / language.CALIBRATION for name, gradient in summed.items()}
-    batches: Iterator[language.Batch] = bed.batches(options.seed, options.batch_size)
-    loss_at = losses_along(bed.load().eval(), list(islice(batches, language.CALIBRATION)))
+    summed = bed.gradients(options.seed, options.batch_size, "linear", options.batches, torch.float32)
+    gradients = {name: gradient / options.batches for name, gradient in summed.items()}
+    batches = list(islice(bed.batches(options.seed, options.batch_size), options.batches))
+    loss_at = losses_along(bed.load(torch.float32).eval(), batches)
     curves = {}
     for rule in (*RULES, *OTHERS):
         curves[rule] = measure(rule, gradients, options.budget, options.seed, loss_at)
         print(table({rule: curves[rule]}).splitlines()[-1], flush=True)
     print(table(curves))
-    draw(curves, loss_at({}, 0.0), options.out)
+    draw(curves, options.out)
 
 
 if __name__ == "__main__":

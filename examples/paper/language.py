@@ -46,6 +46,7 @@ REFERENCES = ("lora-1", "lora ")  # the first of these that was run
 POOL = 5  # training rows set apart for each held-out row: many are too long
 CALIBRATION = 8  # batches
 EVALUATION_BATCH = 4
+DTYPE = torch.bfloat16  # that the model computes in
 TARGETS: dict[str | None, Any] = {"linear": "all-linear", "qv": ["q_proj", "v_proj"]}
 Batch = dict[str, Tensor]
 
@@ -97,21 +98,23 @@ class Bed:
         while True:
             yield from (self.solver.collate([encoded[i] for i in batch]) for batch in order)
 
-    def load(self) -> nn.Module:
+    def load(self, dtype: torch.dtype = DTYPE) -> nn.Module:
         """The model; its output layer, which no method trains and is half of the work, is converted only once."""
         model: Any = self.solver.load_model()[0]
-        weight = model.lm_head.weight.detach().bfloat16()
+        weight = model.lm_head.weight.detach().to(dtype)
         model.lm_head.forward = lambda hidden: linear(hidden, weight)
         return model
 
-    def _gradients(self, seed: int, size: int, candidates: str) -> Tensors:
+    def _gradients(
+        self, seed: int, size: int, candidates: str, batches: int = CALIBRATION, dtype: torch.dtype = DTYPE
+    ) -> Tensors:
         """The gradient of every candidate, summed over the first batches of training."""
-        model = self.load().eval()
+        model = self.load(dtype).eval()
         names = [f"{name}.weight" for name, module in model.named_modules() if _is_target(name, module, candidates)]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)
-        for batch in islice(self.batches(seed, size), CALIBRATION):
-            answer_loss(model, batch).backward()
+        for batch in islice(self.batches(seed, size), batches):
+            answer_loss(model, batch, dtype).backward()
         return {name: grad for name in names if (grad := model.get_parameter(name).grad) is not None}
 
 
@@ -120,19 +123,19 @@ def _is_target(name: str, module: nn.Module, candidates: str) -> bool:
     return isinstance(module, nn.Linear) and last != "lm_head" and (candidates == "linear" or last in TARGETS["qv"])
 
 
-def token_losses(model: Any, batch: Batch) -> Tensor:
+def token_losses(model: Any, batch: Batch, dtype: torch.dtype = DTYPE) -> Tensor:
     """The loss (b, t) of each token of an answer, 0 where a row has none; logits are made for these places alone."""
     places = (batch["labels"] != IGNORED).any(0).nonzero().squeeze(1)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         logits = model(**inputs, logits_to_keep=places - 1, use_cache=False).logits.float()  # (b, t, vocabulary)
     labels = batch["labels"][:, places]
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
 
 
-def answer_loss(model: Any, batch: Batch) -> Tensor:
+def answer_loss(model: Any, batch: Batch, dtype: torch.dtype = DTYPE) -> Tensor:
     """The mean over the tokens of the answers."""
-    return token_losses(model, batch).sum() / (batch["labels"] != IGNORED).sum()
+    return token_losses(model, batch, dtype).sum() / (batch["labels"] != IGNORED).sum()
 
 
 def row_losses(model: Any, batch: Batch) -> list[float]:
