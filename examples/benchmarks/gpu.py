@@ -3,9 +3,10 @@
     bash examples/benchmarks/gpu.sh [OUT]
 
 Installs and downloads nothing, and needs torch, transformers, PEFT and safetensors; the first lines name all that is
-missing, and what is left out for it. OUT/results.json is written after each method, the table and the picture after
-each model; kernels are kept in OUT/triton. What fails, or takes too long, does not keep the rest from running; the last
-lines name it, and the exit code is 1.
+missing, and what is left out for it. A model's methods take turns in one process, so that other load on the machine
+affects all of them. OUT/results.json is written after each turn, the table and the picture after each model; kernels
+are kept in OUT/triton. What fails, or takes too long, does not keep the rest from running; the last lines name it, and
+the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,17 +49,18 @@ class Model(NamedTuple):
     batch: int
     length: int
     budget: int
-    seconds: int  # for each method
+    seconds: int  # for all turns of a method
     gigabytes: int  # that a GPU needs to have free
     steps: int  # measured of each method
+    rounds: int  # that the steps are taken in; 1 where the methods do not fit next to each other
 
 
 MODELS = (
-    Model("bert-base", 32, 128, 320_000, 25, 8, 40),
-    Model("llama-1b", 1, 4096, 1_200_000, 30, 24, 20),
-    Model("llama-8b", 1, 4096, 6_700_000, 45, 60, 8),
+    Model("bert-base", 32, 128, 320_000, 25, 8, 40, 5),
+    Model("llama-1b", 1, 4096, 1_200_000, 30, 44, 21, 3),
+    Model("llama-8b", 1, 4096, 6_700_000, 45, 60, 8, 1),
 )
-TINY = Model("tiny", 2, 16, 1_000, 60, 0, 2)
+TINY = Model("tiny", 2, 16, 1_000, 60, 0, 2, 2)
 
 
 def missing(device: str) -> dict[str, str]:
@@ -127,26 +129,34 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def measured(
-    settings: Sequence[Any], steps: int, profiled: bool, seconds: float, clock: Clock, out: Path
-) -> Iterator[Mapping[str, Any]]:
-    """What each of some methods takes, in one process; after one that hangs or dies, the next have a new one."""
-    left = [asdict(one) for one in settings]
+    settings: Sequence[Any], model: Model, profiled: bool, clock: Clock, out: Path
+) -> Iterator[tuple[Any, dict[str, Any], bool]]:
+    """Builds all methods in one process, then measures them in turns: a method, what it takes, and if it has ended.
+
+    After a method that hangs or dies, a new process builds the others again, for the turns that are left.
+    """
+    left, built = list(settings) * (1 + model.rounds), list[Any]()
+    if model.rounds == 1:
+        left.sort(key=settings.index)  # each is freed before the next is built
+    seconds = dict.fromkeys(settings, float(model.seconds))
     while left:
-        command = [sys.executable, "-m", "step_bench.several", json.dumps(left), str(steps), str(int(profiled))]
-        log = out / f"{left[0]['shape']}.log"
-        with log.open("a") as errors:
+        left, built, dead = [one for one in dict.fromkeys(built) if one in left] + left, [], False
+        seconds[left[0]] += IMPORTS
+        task = json.dumps([asdict(one) for one in left]), str(model.steps // model.rounds), str(int(profiled))
+        with (out / f"{model.shape}.log").open("a") as errors:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment(out), start_new_session=True
-            )
+                [sys.executable, "-m", "step_bench.several", *task],
+                stdout=subprocess.PIPE, stderr=errors, bufsize=0, env=environment(out), start_new_session=True,
+            )  # fmt: skip
             try:
-                limit = seconds + IMPORTS
-                while left:
-                    found = next_line(process, clock.left(limit, kept=TESTS))
-                    left.pop(0)
-                    yield found
-                    if "dead" in found:
-                        break
-                    limit = seconds
+                while left and not dead:
+                    built.append(one := left.pop(0))
+                    started = time.monotonic()
+                    found = next_line(process, clock.left(seconds[one], kept=TESTS))
+                    seconds[one] -= time.monotonic() - started
+                    dead = found.pop("dead", False)
+                    left = [other for other in left if other != one or "failed" not in found]
+                    yield one, found, one not in left
             finally:
                 kill(process)
 
@@ -161,27 +171,37 @@ def next_line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any
             return {"failed": f"ended with exit code {process.wait()}", "dead": True}
         if line.startswith(b"{"):
             return dict(json.loads(line))
-    return {"failed": f"took longer than {seconds:.0f} s", "dead": True}
+    return {"failed": f"a turn took longer than {seconds:.0f} s", "dead": True}
 
 
-def measure(model: Model, device: str, clock: Clock, out: Path, results: list[Any], profiled: bool = True) -> list[str]:
-    """Measures all methods of a model, and writes ``results`` after each; what failed."""
+def measure(
+    model: Model,
+    methods: Sequence[str],
+    device: str,
+    clock: Clock,
+    out: Path,
+    results: list[Any],
+    profiled: bool = True,
+) -> list[str]:
+    """Measures all methods of a model, and writes ``results`` after each turn; what failed."""
     from step_bench.report import make_text, plot
     from step_bench.run import Measurement, to_json
     from step_bench.settings import Settings
 
     common = {"batch": model.batch, "length": model.length, "dtype": "bfloat16", "device": device}
-    settings = [Settings(method, model.shape, model.budget, **common) for method in METHODS]
+    settings = [Settings(method, model.shape, model.budget, **common) for method in methods]
     own = [Measurement(one) for one in settings]
+    results.extend(own)
     print(f"\n=== {model.shape}: bfloat16, batch {model.batch} x {model.length}, budget {model.budget:,}", flush=True)
-    for one, found in zip(own, measured(settings, model.steps, profiled, model.seconds, clock, out), strict=True):
-        one.profile = found.get("profile", {})
-        one.add({name: value for name, value in found.items() if name not in ("profile", "dead")})
+    for method, found, ended in measured(settings, model, profiled, clock, out):
+        one = own[settings.index(method)]
+        one.profile = profile = found.pop("profile", {})
+        one.add(found)
         one.held_bytes = one.peak_bytes
-        results.append(one)
         (out / "results.json").write_text(to_json(results) + "\n")
+        if not ended:
+            continue
         times = f"{1e3 * one.step_seconds:.2f} ms a step, {one.peak_bytes / 1e9:.2f} GB" if one.updates else one.failed
-        profile = one.profile
         launches = f", {profile['launches']:,} launches, waits {profile['waits']}" if profile else ""
         print(f"{one.settings.method:<12}{times}, {one.warm_up:.0f} s to be ready{launches}", flush=True)
     print(make_text(own))
@@ -213,15 +233,18 @@ def main() -> int:
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu-results"), metavar="OUT")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="only the smoke test")
+    parser.add_argument("--shapes", nargs="+", choices=[one.shape for one in MODELS], help="default: all that fit")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="that all of it may take")
     arguments = parser.parse_args()
     out, device, clock = arguments.out.resolve(), arguments.device, Clock(arguments.seconds)
     out.mkdir(parents=True, exist_ok=True)
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     lacking = missing(device)
-    failed, results = measure(TINY, device, clock, out, [], profiled=False), list[Any]()
-    for model in [] if arguments.tiny else fitting(MODELS, device):
-        failed += measure(model, device, clock, out, results)
+    failed, results = measure(TINY, arguments.methods, device, clock, out, [], profiled=False), list[Any]()
+    wanted = [model for model in MODELS if not arguments.tiny and model.shape in (arguments.shapes or model.shape)]
+    for model in fitting(wanted, device):
+        failed += measure(model, arguments.methods, device, clock, out, results)
     if not arguments.tiny and "pytest" not in lacking:
         failed += test(clock, out)
     print(f"\nresults are in {out}")

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from examples.figures.look import INK, save
-from examples.paper import language
+from examples.paper import language, rules
 from examples.paper.rules import Entries, Tensors, capped
 from examples.paper.tables import markdown
 
@@ -51,7 +51,8 @@ def entries_of(rule: str, gradients: Tensors, budget: int, seed: int) -> Entries
     """The flat indices of each tensor's entries."""
     if rule == "gradient":
         return capped(gradients, budget)
-    return language.RULES["mixed-0" if rule == "random" else rule](gradients, budget, seed)
+    moments = rules.Moments(gradients, consistency={})  # which no rule here looks at
+    return rules.RULES["mixed-0" if rule == "random" else rule](moments, budget, seed)
 
 
 def step_of(rule: str, gradients: Tensors, entries: Entries | None) -> tuple[Tensors, float, int]:
@@ -60,13 +61,13 @@ def step_of(rule: str, gradients: Tensors, entries: Entries | None) -> tuple[Ten
     for name, gradient in gradients.items():
         sign = gradient.sign()
         if rule == "lora-1":  # y = W x + B A x, with A as PEFT starts it, and B zero
-            a = nn.init.kaiming_uniform_(torch.empty(1, gradient.shape[1]), a=5**0.5)
+            a = nn.init.kaiming_uniform_(torch.empty(1, gradient.shape[1]), a=5**0.5).to(gradient.device)
             of_b = gradient @ a.t()
             step[name], parts = -of_b.sign() @ a, of_b
         elif entries is None:
             step[name], parts = -sign, gradient
         else:
-            own = entries.get(name, torch.empty(0, dtype=torch.int64))
+            own = entries.get(name, torch.empty(0, dtype=torch.int64)).to(gradient.device)
             step[name], parts = torch.zeros_like(gradient), gradient.take(own)
             step[name].view(-1)[own] = -sign.take(own)
         slope, moved = slope + float(parts.abs().sum()), moved + parts.numel()
@@ -148,6 +149,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a causal language model")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget", type=int, default=237_312, help="default: Gemma 3 270M's LoRA of rank 1")
     parser.add_argument("--batches", type=int, default=4, help="of the calibration")
     parser.add_argument("--batch-size", type=int, default=2)
@@ -157,9 +159,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     size = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch-size", "max-length")]
     given = ["--model", options.model, "--methods", "none", "--held-out", "1", *size]
-    bed = language.Bed(options.model, language.plan(language.parse_arguments(given))[0])
-    summed = bed.gradients(options.seed, options.batch_size, "linear", options.batches, torch.float32)
-    gradients = {name: gradient / options.batches for name, gradient in summed.items()}
+    bed = language.Bed(options.model, language.plan(language.parse_arguments(given))[0], options.device)
+    moments = bed.moments(options.seed, options.batch_size, "linear", options.batches, torch.float32)
+    gradients = {name: gradient / options.batches for name, gradient in moments.gradients.items()}
     batches = list(islice(bed.batches(options.seed, options.batch_size), options.batches))
     loss_at = losses_along(bed.load(torch.float32).eval(), batches)
     curves = {}

@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import islice
@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from examples.paper.generation import Solver
 from examples.paper.models import IGNORED
-from examples.paper.rules import Entries, Tensors, capped, floored, mixed, rates
+from examples.paper.rules import RULES, SCALED, Moments, rates
 from examples.paper.runs import Run, append, describe, read, settings_of
 from examples.paper.settings import Settings
 from examples.paper.tables import markdown
@@ -44,25 +44,11 @@ RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 REFERENCES = ("lora-1", "lora ")  # the first of these that was run
 POOL = 5  # training rows set apart for each held-out row: many are too long
-CALIBRATION = 8  # batches
-EVALUATION_BATCH = 4
+CALIBRATION, CONSISTENT = 8, 32  # batches of a calibration, and of one that compares them
+EVALUATION_BATCH = 8
 DTYPE = torch.bfloat16  # that the model computes in
 TARGETS: dict[str | None, Any] = {"linear": "all-linear", "qv": ["q_proj", "v_proj"]}
 Batch = dict[str, Tensor]
-
-# by a set that the bed computes: of the calibration's gradients, the budget and the seed
-RULES: dict[str, Callable[[Tensors, int, int], Entries]] = {
-    **{f"column-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, column=cap) for cap in (3, 8, 32)},
-    **{f"square-{cap}": lambda g, budget, seed, cap=cap: capped(g, budget, cap, cap) for cap in (4, 8, 32)},
-    **{f"floor-{row}": lambda g, budget, seed, row=row: floored(g, budget, row) for row in (1,)},
-    **{
-        f"mixed-{part}": lambda g, budget, seed, part=part: mixed(g, budget, part / 100, seed)
-        for part in (0, 10, 25, 50)
-    },
-}
-# entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
-SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}
-SCALED |= {"square-4-scaled-50": ("square-4", 0.5)}
 # by a strategy and a schedule
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "random": ("random", "uniform"),
@@ -70,14 +56,18 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "id3-uniform": ("id3", "uniform"),
     "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
 }
-LORAS = {"lora-1": 1, "lora-8": 8, "lora": None}  # rank; None: by the budget
-METHODS = ["none", "full", *LORAS, *STRATEGIES, *RULES, *SCALED]
+LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budget where it is not given
+    "lora-1": {"r": 1}, "lora-8": {"r": 8}, "lora": {}, "rslora-8": {"r": 8, "use_rslora": True},
+    "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
+}  # fmt: skip
+METHODS = ["none", "full", *LORAS, "shira", *STRATEGIES, *RULES, *SCALED]
 
 
 class Bed:
     """The model's folder and its rows, encoded once for all runs."""
 
-    def __init__(self, folder: str, settings: Settings) -> None:
+    def __init__(self, folder: str, settings: Settings, device: str = "cpu") -> None:
+        self.device = device
         self.solver = Solver(TASKS["math"], [], replace(settings, model=folder))
         self.solver.settings = replace(self.solver.settings, max_length=10**9)  # what is too long is left out instead
         rows, pool = choose_rows(load_rows(TASKS["math"])[0], {}, None, POOL * (settings.held_out or 0))
@@ -85,7 +75,7 @@ class Bed:
         self.judged = self._short(pool[""], settings.max_length)[: settings.held_out]
         if len(self.judged) < (settings.held_out or 0):
             raise SystemExit(f"{len(self.judged)} rows are short enough to judge on; raise --max-length.")
-        self.gradients = cache(self._gradients)
+        self.moments = cache(self._moments)
 
     def _short(self, rows: list[dict], length: int) -> list[tuple[dict, dict[str, Any]]]:
         pairs = [(row, self.solver.encode(row)) for row in rows]
@@ -100,22 +90,28 @@ class Bed:
 
     def load(self, dtype: torch.dtype = DTYPE) -> nn.Module:
         """The model; its output layer, which no method trains and is half of the work, is converted only once."""
-        model: Any = self.solver.load_model()[0]
+        model: Any = self.solver.load_model()[0].to(self.device)
         weight = model.lm_head.weight.detach().to(dtype)
         model.lm_head.forward = lambda hidden: linear(hidden, weight)
         return model
 
-    def _gradients(
+    def _moments(
         self, seed: int, size: int, candidates: str, batches: int = CALIBRATION, dtype: torch.dtype = DTYPE
-    ) -> Tensors:
-        """The gradient of every candidate, summed over the first batches of training."""
+    ) -> Moments:
+        """The gradients of every candidate in the first batches of training."""
         model = self.load(dtype).eval()
         names = [f"{name}.weight" for name, module in model.named_modules() if _is_target(name, module, candidates)]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in names)
+        own = {name: model.get_parameter(name) for name in names}
+        sums = {name: torch.zeros_like(weight) for name, weight in own.items()}
+        squares = {name: torch.zeros_like(weight) for name, weight in own.items()}
         for batch in islice(self.batches(seed, size), batches):
-            answer_loss(model, batch, dtype).backward()
-        return {name: grad for name in names if (grad := model.get_parameter(name).grad) is not None}
+            grads = torch.autograd.grad(answer_loss(model, batch, dtype), list(own.values()))
+            for name, grad in zip(names, grads, strict=True):
+                sums[name] += grad
+                squares[name].addcmul_(grad, grad)
+        return Moments(sums, {name: sums[name].abs() / squares[name].sqrt().clamp(min=1e-30) for name in names})
 
 
 def _is_target(name: str, module: nn.Module, candidates: str) -> bool:
@@ -126,8 +122,9 @@ def _is_target(name: str, module: nn.Module, candidates: str) -> bool:
 def token_losses(model: Any, batch: Batch, dtype: torch.dtype = DTYPE) -> Tensor:
     """The loss (b, t) of each token of an answer, 0 where a row has none; logits are made for these places alone."""
     places = (batch["labels"] != IGNORED).any(0).nonzero().squeeze(1)
+    batch, places = {name: tensor.to(model.device) for name, tensor in batch.items()}, places.to(model.device)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
         logits = model(**inputs, logits_to_keep=places - 1, use_cache=False).logits.float()  # (b, t, vocabulary)
     labels = batch["labels"][:, places]
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
@@ -140,7 +137,7 @@ def answer_loss(model: Any, batch: Batch, dtype: torch.dtype = DTYPE) -> Tensor:
 
 def row_losses(model: Any, batch: Batch) -> list[float]:
     """The mean over the tokens of each row's answer."""
-    return (token_losses(model, batch).sum(1) / (batch["labels"] != IGNORED).sum(1)).tolist()
+    return (token_losses(model, batch).sum(1).cpu() / (batch["labels"] != IGNORED).sum(1)).tolist()
 
 
 class ScaledAdam(torch.optim.Optimizer):
@@ -158,7 +155,7 @@ class ScaledAdam(torch.optim.Optimizer):
         self.mean.lerp_(parameter.grad, 1 - first)
         self.square.lerp_(parameter.grad.square(), 1 - second)
         size = (self.square / (1 - second**self.steps)).sqrt().add_(1e-8)
-        step = self.factors * self.mean / size / (1 - first**self.steps)
+        step = self.factors.to(size) * self.mean / size / (1 - first**self.steps)
         parameter.sub_(step, alpha=self.param_groups[0]["lr"])
 
 
@@ -176,14 +173,21 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
 
         layers = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
         size = sum(layer.in_features + layer.out_features for layer in layers)
-        rank = LORAS[method] or max(1, round((settings.budget or 0) / size))
-        return get_peft_model(model, LoraConfig("CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=targets)), None
+        options = {"r": max(1, round((settings.budget or 0) / size)), **LORAS[method]}
+        return get_peft_model(
+            model, LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
+        ), None
+    if method == "shira":  # PEFT's, with as many numbers in each layer as a LoRA of rank 1
+        from peft import ShiraConfig, get_peft_model
+
+        return get_peft_model(model, ShiraConfig(task_type="CAUSAL_LM", r=1, target_modules=targets)), None
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
     if method in RULES or method in SCALED:
-        gradients = bed.gradients(settings.seed, settings.batch_size, settings.candidates)
+        batches = CONSISTENT if method.startswith("consistent") else CALIBRATION
+        moments = bed.moments(settings.seed, settings.batch_size, settings.candidates, batches)
         rule, power = SCALED.get(method, (method, None))
-        entries = RULES[rule](gradients, settings.budget, settings.seed)
-        factors = None if power is None else rates(gradients, entries, power)
+        entries = RULES[rule](moments, settings.budget, settings.seed)
+        factors = None if power is None else rates(moments.gradients, entries, power)
         return sparsify(model, None, entries, **common), factors
     strategy, schedule = STRATEGIES[method]
     if method == "gradient":
@@ -195,12 +199,16 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
 def run(bed: Bed, settings: Settings) -> Run:
     """Trains once; the settings, the loss of each step and of each held-out row, and the facts of the run."""
     started = time.perf_counter()
+    if on_gpu := bed.device.startswith("cuda"):
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
     model, losses = bed.load(), []
     if settings.method != "none":
         model, factors = prepare(model, bed, settings)
         losses = train(model, bed.batches(settings.seed, settings.batch_size), settings, factors)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if losses else 0
     trained_at = time.perf_counter()
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated() - held} if on_gpu else {}
     rows = evaluate(model, bed)
     return {
         "settings": asdict(settings),
@@ -209,7 +217,8 @@ def run(bed: Bed, settings: Settings) -> Run:
         "training_losses": [_rounded(loss) for loss in losses],
         "trained": trained,
         "seconds": [round(trained_at - started, 1), round(time.perf_counter() - trained_at, 1)],
-        "facts": facts([row for row, _ in bed.train], [row for row, _ in bed.judged], "cpu"),
+        **peak,
+        "facts": facts([row for row, _ in bed.train], [row for row, _ in bed.judged], bed.device),
     }
 
 
@@ -230,8 +239,8 @@ def train(model: nn.Module, batches: Iterator[Batch], settings: Settings, factor
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
 
 
 @torch.no_grad()
@@ -317,6 +326,7 @@ def _number(loss: float | None) -> float:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a causal language model")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", default=[], help=", ".join(METHODS))
@@ -340,7 +350,7 @@ def plan(options: argparse.Namespace) -> list[Settings]:
     for seed in options.seeds:
         for rate in options.rates:
             for method in options.methods:
-                budget = None if method in ("none", "full", "lora-1", "lora-8") else options.budget
+                budget = None if method in ("none", "full", "shira") or "r" in LORAS.get(method, {}) else options.budget
                 own = 0.0 if method == "none" else rate
                 wanted.append(Settings(method=method, rate=own, seed=seed, budget=budget, **common))
     return list(dict.fromkeys(wanted))
@@ -352,7 +362,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not options.model or not options.methods:
             raise SystemExit("--model FOLDER and --methods METHOD ... say what to run; --table prints what is there.")
         wanted = plan(options)
-        bed = Bed(options.model, wanted[0])
+        bed = Bed(options.model, wanted[0], options.device)
         for number, settings in enumerate(wanted, start=1):
             if settings.key not in read(options.results):
                 print(f"{time.strftime('%H:%M')} {number} of {len(wanted)}: {describe(settings)}", flush=True)

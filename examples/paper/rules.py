@@ -8,14 +8,23 @@ indices (n,) of each tensor's entries, as many in all as the budget. The rules a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 Entries = dict[str, Tensor]
+SQUARES = (4, 8, 32)  # entries of a row and of a column at most
 CHUNKS = 256  # parts of a tensor, to each of which a cap is applied at once
+
+
+class Moments(NamedTuple):
+    """What a calibration finds of every candidate."""
+
+    gradients: Tensors  # the sum over the batches
+    consistency: Tensors  # its size by the root of the sum of the batches' squares: 1 where they are noise
 
 
 def largest(scores: Tensors, budget: int) -> Entries:
@@ -43,12 +52,46 @@ def floored(gradients: Tensors, budget: int, row: int) -> Entries:
 
 def mixed(gradients: Tensors, budget: int, share: float, seed: int) -> Entries:
     """A share of the budget by the largest gradients, the others drawn uniformly."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = {name: torch.rand(gradient.shape, generator=generator) for name, gradient in gradients.items()}
+    scores = _uniform(gradients, seed)
     if number := round(share * budget):
         for name, ids in capped(gradients, number).items():
             scores[name].view(-1)[ids] = torch.inf
     return largest(scores, budget)
+
+
+def sampled(gradients: Tensors, budget: int, power: float, seed: int) -> Entries:
+    """Entries drawn without replacement, in proportion to a power of their gradients' sizes (Gumbel's trick)."""
+    draws = _uniform(gradients, seed)
+    return largest({name: power * g.abs().log() - (-draws[name].log()).log() for name, g in gradients.items()}, budget)
+
+
+def balanced(gradients: Tensors, budget: int, seed: int) -> Entries:
+    """Entries drawn at random, but the same density everywhere: all rows of a tensor have as many, and all columns."""
+    scores, total = _uniform(gradients, seed), sum(gradient.numel() for gradient in gradients.values())
+    generator, ends = torch.Generator().manual_seed(seed), 0
+    chosen: dict[str, Tensor] = {}
+    for name, score in scores.items():
+        start, ends = ends, ends + score.numel()
+        number = budget * ends // total - budget * start // total
+        lines = [torch.cat([torch.randperm(size, generator=generator) for _ in range(number // size + 1)])[:number]
+                 for size in score.shape]  # fmt: skip
+        score.view(-1)[(lines[0] * score.shape[1] + lines[1]).to(score.device)] += 1  # a few are drawn twice
+        chosen[name] = score.flatten().topk(number).indices.sort().values
+    return {name: ids for name, ids in chosen.items() if ids.numel()}
+
+
+def only(gradients: Tensors, part: str) -> Tensors:
+    """The tensors with ``part`` in their name."""
+    return {name: gradient for name, gradient in gradients.items() if part in name}
+
+
+def _uniform(gradients: Tensors, seed: int) -> dict[str, Tensor]:
+    """A number in [0, 1) for every entry, the same on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(gradient.shape, generator=generator).to(gradient.device)
+        for name, gradient in gradients.items()
+    }
 
 
 def rates(gradients: Tensors, entries: Entries, power: float) -> Tensor:
@@ -75,7 +118,10 @@ def _capped(score: Tensor, column: int | None, row: int | None) -> Tensor:
     column is full, so that a few places stay empty.
     """
     kept, width = torch.full_like(score, -torch.inf), score.shape[1]
-    places = [torch.full((n,), cap or score.numel()) for n, cap in zip(score.shape, (row, column), strict=True)]
+    places = [
+        torch.full((n,), cap or score.numel(), device=score.device)
+        for n, cap in zip(score.shape, (row, column), strict=True)
+    ]
     for ids in score.flatten().argsort(descending=True).split(max(1, score.numel() // CHUNKS)):
         ids = ids[(places[0][ids // width] > 0) & (places[1][ids % width] > 0)]
         lines = [ids // width, ids % width]
@@ -90,7 +136,8 @@ def _capped(score: Tensor, column: int | None, row: int | None) -> Tensor:
 def _earlier(lines: Tensor) -> Tensor:
     """For each entry (n,), how many before it have the same line."""
     ordered, order = lines.sort(stable=True)
-    return torch.empty_like(order).scatter(0, order, torch.arange(len(order)) - torch.searchsorted(ordered, ordered))
+    before = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter(0, order, before)
 
 
 def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
@@ -103,3 +150,30 @@ def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
         if own.numel():
             found[name] = own
     return found
+
+
+# by a set that is computed: of the calibration's moments, the budget and the seed
+RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
+    **{f"column-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, column=cap) for cap in (3, 8, 32)},
+    **{f"square-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, cap, cap) for cap in SQUARES},
+    **{f"floor-{row}": lambda m, budget, seed, row=row: floored(m.gradients, budget, row) for row in (1,)},
+    **{
+        f"mixed-{part}": lambda m, budget, seed, part=part: mixed(m.gradients, budget, part / 100, seed)
+        for part in (0, 10, 25, 50)
+    },
+    **{
+        f"sampled-{part}": lambda m, budget, seed, part=part: sampled(m.gradients, budget, part / 100, seed)
+        for part in (25, 50)
+    },
+    "balanced": lambda m, budget, seed: balanced(m.gradients, budget, seed),
+    "random-mlp": lambda m, budget, seed: mixed(only(m.gradients, "mlp"), budget, 0, seed),
+    "random-attention": lambda m, budget, seed: mixed(only(m.gradients, "attn"), budget, 0, seed),
+    "consistent": lambda m, budget, seed: capped(m.consistency, budget),
+    **{
+        f"consistent-square-{cap}": lambda m, budget, seed, cap=cap: capped(m.consistency, budget, cap, cap)
+        for cap in SQUARES
+    },
+}
+# entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
+SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}
+SCALED |= {"square-4-scaled-50": ("square-4", 0.5), "steep-25": ("mixed-0", -0.25), "steep-50": ("mixed-0", -0.5)}

@@ -193,7 +193,23 @@ def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(mo
 
 BUDGET = 120
 ROWS = [{"instruction": f"{n} of {n + 1}?", "output": f"The answer is {n % 7}.", "answer": ""} for n in range(40)]
-RULES = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50"]
+RULES = [
+    "none",
+    "lora-1",
+    "random",
+    "id3-early",
+    "id3-uniform",
+    "gradient",
+    "column-3",
+    "mixed-50",
+    "scaled-50",
+    "balanced",
+    "sampled-50",
+    "consistent-square-8",
+    "random-mlp",
+    "dora-1",
+    "shira",
+]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +235,7 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     lines = {line["settings"]["method"]: line for line in runs.read(path).values()}
     assert list(lines) == RULES
     assert all(len(line["rows"]) == 4 for line in lines.values())
-    assert {lines[method]["trained"] for method in RULES[2:]} == {BUDGET}
+    assert {lines[method]["trained"] for method in RULES[2:-2]} == {BUDGET}
     assert len({line["loss"] for line in lines.values()}) == len(RULES)
     assert gemma not in first
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])

@@ -1,7 +1,9 @@
-"""Several methods one after the other in one process, whose libraries are imported once.
+"""Several methods in turns in one process, whose libraries are imported once.
 
-argv    the settings of each (JSON, a list); the number of steps to measure; 1 to profile a step of each, otherwise 0
-stdout  a line (JSON) for each: by the names of ``run.Measurement``, and ``profile``; or ``failed``, and why
+argv    the settings of each turn's method (JSON, a list); the number of steps of a turn; 1 to profile, otherwise 0
+stdout  a line (JSON) for each turn: by the names of ``run.Measurement``, and ``profile``; or ``failed``, and why
+
+A method's first turn builds it, the others measure it; the last one also profiles a step, and frees the method.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,37 +29,70 @@ from .settings import Settings
 from .worker import Worker, fill
 
 
-def measure(settings: Settings, steps: int, profiled: bool) -> dict[str, Any]:
-    """Measures one method; the first steps, and the filling of its buffers, build the kernels."""
-    if settings.is_cuda:
-        torch.cuda.reset_peak_memory_stats(settings.device)
-    started = time.perf_counter()
-    worker = Worker(replace(settings, fill=0.0))
-    warm_up = time.perf_counter() - started
-    if METHODS[settings.method].starts_filled:
-        fill(worker.trainee.model, settings, worker.step)
-    worker.unmasked = worker.trainee.unmasked()
-    found = worker.measure(steps) | {"warm_up": warm_up}
-    try:
-        return found | {"profile": profile_step(worker) if profiled else {}}
-    except RuntimeError:  # the profiler's library may lack the GPU; what was measured stays
-        traceback.print_exc()
-        return found
+class SharedWorker(Worker):
+    """A worker in a process with others, whose tensors on a GPU are not counted as its own."""
+
+    own_bytes = other_bytes = 0  # in tensors on a GPU before a turn: this worker's, and all others
+
+    def __init__(self, settings: Settings) -> None:
+        """Does the first steps, and fills the buffers, which builds the kernels."""
+        self.settings = settings
+        with self._counted():
+            started = time.perf_counter()
+            super().__init__(replace(settings, fill=0.0))
+            self.built = {"warm_up": time.perf_counter() - started}
+            if METHODS[settings.method].starts_filled:
+                fill(self.trainee.model, settings, self.step)
+            self.unmasked = self.trainee.unmasked()
+            self.built["peak_bytes"] = self.peak_bytes()
+            gc.collect()
+
+    def turn(self, steps: int, profiled: bool) -> dict[str, Any]:
+        """Measures ``steps`` steps, after one that fills the caches again."""
+        with self._counted():
+            self.step()
+            found = self.measure(steps)
+        try:
+            return found | ({"profile": profile_step(self)} if profiled else {})
+        except RuntimeError:  # the profiler's library may lack the GPU; what was measured stays
+            traceback.print_exc()
+            return found
+
+    def peak_bytes(self) -> int:
+        return super().peak_bytes() - self.other_bytes
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts the tensors from here on."""
+        if self.settings.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.settings.device)
+            self.other_bytes = torch.cuda.memory_allocated(self.settings.device) - self.own_bytes
+        yield
+        if self.settings.is_cuda:
+            self.own_bytes = torch.cuda.memory_allocated(self.settings.device) - self.other_bytes
 
 
 def main() -> None:
-    methods, steps, profiled = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
-    for method in methods:
-        settings = Settings(**method)
+    turns, steps, profiled = [Settings(**one) for one in json.loads(sys.argv[1])], int(sys.argv[2]), sys.argv[3] == "1"
+    workers: dict[Settings, SharedWorker] = {}
+    while turns:
+        settings = turns.pop(0)
         try:
-            found = measure(settings, steps, profiled)
-        except Exception as error:  # the next one may work
+            if settings in workers:
+                found = workers[settings].turn(steps, profiled and settings not in turns)
+            else:
+                workers[settings] = SharedWorker(settings)
+                found = workers[settings].built
+        except Exception as error:  # the others may work
             traceback.print_exc()
             found = {"failed": OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else brief(error)}
+            turns = [other for other in turns if other != settings]
         print(json.dumps(found), flush=True)
-        gc.collect()
-        if settings.is_cuda:
-            torch.cuda.empty_cache()
+        if settings not in turns:
+            workers.pop(settings, None)
+            gc.collect()
+            if settings.is_cuda:
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
