@@ -8,7 +8,7 @@ Every finished run is a line of JSON in ``--results``, with the mean loss of eac
 run again. Training and held-out rows are both of GSM8K's training split, at most ``--max-length`` tokens long: the
 solutions of the test splits are written by models. Weights and what is trained are in float32, the model computes in
 bfloat16 (autocast), which takes half the time. ``--table`` runs nothing and prints, for each method, the loss at
-each rate, and at its best rate the difference to LoRA of rank 1, paired by row.
+each rate, and at the best rate of its first seed the difference to ``--reference``, paired by row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from sparsify import D3, Static, Strategy, sparsify
 
 RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-REFERENCES = ("lora-1", "lora ")  # the first of these that was run
 POOL = 5  # training rows set apart for each held-out row: many are too long
 CALIBRATION, CONSISTENT = 8, 32  # batches of a calibration, and of one that compares them
 EVALUATION_BATCH = 8
@@ -263,7 +262,7 @@ def _rounded(loss: float) -> float | None:
 Methods = dict[str, dict[float, dict[int, Run]]]  # by name and budget, then by rate, then by seed
 
 
-def report(runs: list[Run]) -> str:
+def report(runs: list[Run], reference: str = "lora-1") -> str:
     """For each kind of candidates, a table of the losses at each rate, and one of the differences to the reference."""
     groups: dict[tuple, Methods] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for one in runs:
@@ -271,14 +270,14 @@ def report(runs: list[Run]) -> str:
         group = (settings.model, settings.candidates, settings.steps, settings.batch_size, one["facts"]["rows_sha256"])
         name = f"{settings.method} {settings.budget:,}".replace(",", " ") if settings.budget else settings.method
         groups[group][name][settings.rate][settings.seed] = one
-    return "\n\n".join(_tables(group, methods) for group, methods in groups.items())
+    return "\n\n".join(_tables(group, methods, reference) for group, methods in groups.items())
 
 
-def _tables(group: tuple, methods: Methods) -> str:
+def _tables(group: tuple, methods: Methods, reference: str) -> str:
     tried = sorted({rate for own in methods.values() for rate in own if rate})
     best = {name: _best_rate(own) for name, own in methods.items()}
     order = sorted(methods, key=lambda name: _mean(methods[name][best[name]]))
-    reference = next((name for name in order if name.startswith(REFERENCES)), order[0])
+    reference = next((name for name in order if name.startswith(reference)), order[0])
     rows = next(iter(methods[reference][best[reference]].values()))["rows"]
     ladder, differences = [], []
     for name in order:
@@ -299,9 +298,10 @@ def _tables(group: tuple, methods: Methods) -> str:
 
 
 def _best_rate(own: dict[float, dict[int, Run]]) -> float:
-    """Of the rates that were run with the most seeds."""
-    most = max(map(len, own.values()))
-    return min((rate for rate in own if len(own[rate]) == most), key=lambda rate: _mean(own[rate]))
+    """The best one of the first seed, which has the whole ladder."""
+    first = min(seed for runs in own.values() for seed in runs)
+    ladder = {rate: _number(runs[first]["loss"]) for rate, runs in own.items() if first in runs}
+    return min(ladder, key=ladder.__getitem__)
 
 
 def paired(first: dict[int, Run], second: dict[int, Run]) -> tuple[float, float, int]:
@@ -329,6 +329,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--reference", default="lora-1", help="the method, or its beginning, that others are compared to"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", default=[], help=", ".join(METHODS))
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -367,7 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
             if settings.key not in read(options.results):
                 print(f"{time.strftime('%H:%M')} {number} of {len(wanted)}: {describe(settings)}", flush=True)
                 append(options.results, run(bed, settings))
-    print(report(list(read(options.results).values())))
+    print(report(list(read(options.results).values()), options.reference))
 
 
 if __name__ == "__main__":

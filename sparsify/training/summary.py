@@ -25,6 +25,8 @@ from sparsify.training.entries import BUFFERS
 from sparsify.training.export import find_unheld, prepare
 
 TENSORS_SHOWN = 10
+FULL_RATE = 2e-5  # an example: a language model's
+TIMES_FULL = 10  # what the entries with the largest gradients bear
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Summary:
     verification: Verification | None = None  # of ``verify=True``
     ranks: int = 1  # processes that train together
     sent_bytes: int = 0  # by this rank, to select the same entries as the others; gradients come on top
+    num_new: int = 0  # of the candidates, those that the base does not have: an adapter's
     last_work: Work = field(default_factory=Work)  # entries that the last selection looked at, on this rank
 
     @property
@@ -119,6 +122,7 @@ class Summary:
             ("budget", f"{self.budget:,} of {self.num_candidates:,} candidates ({budget_share:.4%})"),
             (unmasked, f"{self.unmasked:,} ({unmasked_share:.1%} of the budget)"),
             ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
+            *([] if self.num_new else suggested_rate(self.strategy, budget_share)),
             ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
             ("selection entropy", f"{self.selection_entropy:.4f}"),
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
@@ -131,6 +135,19 @@ class Summary:
         if self.verification is not None:
             rows.append(("verified" if self.verification.ok else "NOT verified", str(self.verification)))
         return rows
+
+
+def suggested_rate(strategy: Strategy, share: float) -> list[tuple[str, str]]:
+    """A row: the learning rate to begin with, as a multiple of full fine-tuning's; none where there are no runs.
+
+    Source: the runs in tutorials/choosing.md.
+    """
+    by_gradient = not isinstance(strategy.selection, Given) and strategy.importance.uses_gradient
+    if not by_gradient and strategy != PRESETS["random"]:
+        return []
+    factor = TIMES_FULL if by_gradient else 1 / share
+    rate = f"try {factor:.3g} times that of full fine-tuning: {factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
+    return [("learning rate", rate)]
 
 
 def tensor_sparsity(counts: Mapping[str, int]) -> float:
@@ -175,6 +192,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         verification=_verify(engine, model) if verify else None,
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
+        num_new=sum(tensor.num_candidates for tensor in engine.tensors if tensor.name in engine.new_names),
         last_work=engine.work,
     )
 

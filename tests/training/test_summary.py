@@ -87,6 +87,7 @@ def test_the_text_says_it_all():
         "budget             2,000 of 40,000 candidates (5.0000%)",
         "unmasked           500 (25.0% of the budget)",
         "trained dense      1,500 beside the budget",
+        "learning rate      try 10 times that of full fine-tuning: 0.0002 where that is 2e-05",
         "tensor sparsity    0.5000 (4 tensors)",
         f"selection entropy  {found.selection_entropy:.4f}",
         "entry updates      12 (a static mask's: 6,000)",
@@ -96,6 +97,17 @@ def test_the_text_says_it_all():
         "  b           4  40.0000%",
         "  a           2  20.0000%",
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rate"),
+    [("id3", "10 times"), ("fish", "10 times"), ("random", "20 times"), ("pafi", None), ("bitfit", None)],
+)
+def test_a_rate_is_suggested_as_a_multiple_of_full_fine_tunings(strategy, rate):
+    found = a_summary(strategy=PRESETS[strategy], budget=2000, num_candidates=40_000)
+    assert ("learning rate" in str(found)) == bool(rate)
+    assert rate is None or f"try {rate} that of full fine-tuning" in str(found)
+    assert "learning rate" not in str(a_summary(num_new=40))  # an adapter's numbers
 
 
 def test_a_model_that_has_not_started_has_a_short_text_and_table():
