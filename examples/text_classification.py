@@ -80,7 +80,7 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_training_arguments(parser: argparse.ArgumentParser, lr_help: str, lr: float | None = None) -> None:
     training = parser.add_argument_group("training")
-    training.add_argument("--schedule", default="early", help="how the unmasked set grows")
+    training.add_argument("--schedule", default="uniform", help="how the unmasked set grows")
     training.add_argument("--epochs", type=int, default=3)
     training.add_argument("--steps", type=int, help="stop after this many; instead of --epochs")
     training.add_argument("--batch-size", type=int, default=16)

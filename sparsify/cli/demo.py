@@ -241,7 +241,7 @@ def demo(
     # 1. Convert: one line. The new head is trained dense, outside the budget. No weight has changed yet.
     entries = DEFAULT_BUDGET if budget is None and strategy != "bitfit" else budget
     entries = int(entries) if entries is not None and float(entries).is_integer() else entries
-    sparsify(classifier, entries, strategy, steps=steps, schedule="early", modules_to_save=["head"], seed=seed)
+    sparsify(classifier, entries, strategy, steps=steps, modules_to_save=["head"], seed=seed)
     frozen_accuracy = frozen_baseline_accuracy(classifier, training, held_out)
     console.print(f"frozen baseline, a head on the pretrained features: {frozen_accuracy:.1%}")
 
