@@ -106,11 +106,18 @@ def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tup
 
 def _add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
     from peft import PeftModel, get_peft_config, get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     if len(configs) > _MAX_ITEMS:
         raise SparsifyError(f"the delta records {len(configs):,} adapters, at most {_MAX_ITEMS} are built: {_REMEDY}.")
     most_modules = max(_MAX_ITEMS, sum(1 for _ in model.modules()))
-    checked = {name: _checked_settings(name, settings, most_modules) for name, settings in configs.items()}
+    checked: dict[str, dict[str, Any]] = {}
+    for name, settings in configs.items():
+        config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
+        taken = {field.name for field in fields(config_class) if field.init} - _NOT_TAKEN
+        checked[name] = {key: value for key, value in settings.items() if key in taken}
+        for key, value in checked[name].items():
+            _check_setting(name, key, value, most_modules if key in _MODULES else _MAX_ITEMS)
     try:
         with torch.device("meta"):
             for name, settings in checked.items():
@@ -122,17 +129,6 @@ def _add_peft_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Modul
         problem = f"PEFT cannot build the adapter that the delta records ({brief(error)})"
         raise SparsifyError(f"{problem}: {_REMEDY}.") from error
     return model
-
-
-def _checked_settings(name: str, settings: Any, most_modules: int) -> dict[str, Any]:
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
-    names = {field.name for field in fields(config_class) if field.init} - _NOT_TAKEN
-    taken = {key: value for key, value in settings.items() if key in names}
-    for key, value in taken.items():
-        _check_setting(name, key, value, most_modules if key in _MODULES else _MAX_ITEMS)
-    return taken
 
 
 def _check_setting(adapter: str, key: str, value: Any, most: int) -> None:

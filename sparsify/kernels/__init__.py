@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 OLDEST = (8, 0)  # compute capability of a GPU that the kernels are compiled for
+_LOG = logging.getLogger("sparsify")
 
 
 def has_triton(device: torch.device) -> bool:
@@ -38,15 +39,11 @@ def _builds(device: torch.device) -> bool:
         scatter([written], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))
         if written.item() != 1:
             raise RuntimeError("a kernel wrote nothing")
-        logging.getLogger("sparsify").info(
-            "Triton builds up to seven kernels for %s in the first steps, half a second each; it keeps them on disk.",
-            device,
-        )
+        slow = "Triton builds up to seven kernels for %s in the first steps, half a second each; it keeps them on disk."
+        _LOG.info(slow, device)
     except Exception as error:  # a compiler's own kinds of errors are among them
         reason = str(error).strip().partition("\n")[0]
-        logging.getLogger("sparsify").warning(
-            "Triton does not work on %s (%s: %s): slower forms in plain torch are used there.",
-            *(device, type(error).__name__, reason),
-        )
+        problem = "Triton does not work on %s (%s: %s): slower forms in plain torch are used there."
+        _LOG.warning(problem, device, type(error).__name__, reason)
         return False
     return True

@@ -9,16 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsify.common.shards import (
-    Block,
-    block_of,
-    full_values,
-    is_shard,
-    parallel_style,
-    read_entries,
-    read_own_entries,
-    write_own_entries,
-)
+from sparsify.common import shards
+from sparsify.common.shards import Block, is_shard
 from sparsify.core.devices import put, upload
 from sparsify.core.gradients import DenseGradient, Gradient, Product, as_matrix, tap_gradient
 from sparsify.core.tensor import MaskedTensor
@@ -65,7 +57,7 @@ class ModelTensor(MaskedTensor):
         super().__post_init__()
         self.is_parallel = is_shard(self.parameter)  # whether it is a DTensor of a tensor-parallel model
         placements = self.parameter.placements if self.is_parallel else ()
-        self.is_partial = parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
+        self.is_partial = shards.parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
         # ranks that its entries are on, each on one
         self.shards = self.parameter.device_mesh.size() if any(not each.is_replicate() for each in placements) else 1
         self.handle = self._new_handle()
@@ -109,7 +101,7 @@ class ModelTensor(MaskedTensor):
         local = grad.redistribute(placements=self.parameter.placements).to_local()  # sums what ranks have terms of
         if self.shards == 1:
             return tap_gradient(local)
-        return BlockGradient(as_matrix(local), block_of(self.parameter), self.shards)
+        return BlockGradient(as_matrix(local), shards.block_of(self.parameter), self.shards)
 
     @property
     def local(self) -> Tensor:
@@ -122,7 +114,7 @@ class ModelTensor(MaskedTensor):
     @property
     def weight(self) -> Tensor:
         """The effective values, detached; gathered from all ranks where they are sharded."""
-        return full_values(self.parameter)
+        return shards.full_values(self.parameter)
 
     @property
     def base_weight(self) -> Tensor:
@@ -134,14 +126,14 @@ class ModelTensor(MaskedTensor):
     def own_effective(self) -> Tensor:
         """(k,) the current values at the unmasked entries, zeros at those that another rank holds."""
         indices = self.indices
-        return read_own_entries(self.parameter, indices) if is_shard(self.parameter) else self.take(indices)
+        return shards.read_own_entries(self.parameter, indices) if is_shard(self.parameter) else self.take(indices)
 
     def take(self, indices: Tensor) -> Tensor:
-        return read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
+        return shards.read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
 
     def write(self, values: Tensor) -> None:
         parameter = self.parameter.detach()
-        write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
+        shards.write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
 
     def write_base(self) -> None:
         """Writes the pretrained values as :meth:`write_without_version_bump` does."""
@@ -149,7 +141,7 @@ class ModelTensor(MaskedTensor):
 
     def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        shards.write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
 
 
 def matrix_shape(tensor: MaskedTensor) -> tuple[int, int]:
