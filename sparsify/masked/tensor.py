@@ -57,7 +57,7 @@ class ModelTensor(MaskedTensor):
         super().__post_init__()
         self.is_parallel = is_shard(self.parameter)  # whether it is a DTensor of a tensor-parallel model
         placements = self.parameter.placements if self.is_parallel else ()
-        self.is_partial = shards.parallel_style(self.owner) == PARTIAL  # whether each rank's gradient is of its heads alone
+        self.is_partial = shards.parallel_style(self.owner) == PARTIAL  # each rank's gradient is of its heads alone
         # ranks that its entries are on, each on one
         self.shards = self.parameter.device_mesh.size() if any(not each.is_replicate() for each in placements) else 1
         self.handle = self._new_handle()
@@ -141,7 +141,8 @@ class ModelTensor(MaskedTensor):
 
     def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        shards.write_own_entries(self.parameter.data, self.indices, values.to(self.parameter.device, self.parameter.dtype))
+        parameter = self.parameter.data
+        shards.write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
 
 
 def matrix_shape(tensor: MaskedTensor) -> tuple[int, int]:
