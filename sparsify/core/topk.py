@@ -38,11 +38,9 @@ class TopK:
     ``threshold`` is the score that an entry has to reach, at first any; ``finite`` whether all gradients were finite.
     """
 
-    def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device | str, threshold: Tensor | float = -torch.inf
-    ) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.size = size
-        self.threshold = torch.full((), float(threshold), dtype=dtype, device=device)
+        self.threshold = torch.full((), -torch.inf, dtype=dtype, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         none = torch.empty(0, dtype=dtype, device=device)
         # ids, scores, gradients, weights
