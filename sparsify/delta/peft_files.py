@@ -1,41 +1,97 @@
-"""Reads PEFT's SHiRA and Supertuning adapters, which are not trusted: all checks first, and no pickle.
+"""PEFT's adapters as files: a delta as one of type ``SPARSIFY``, and entries that SHiRA or Supertuning trained.
 
-Both methods give a layer a number of places that follows from its size. An unused place holds 0.0, and a position may
-come twice: a difference that the dtype cannot hold exactly may be stored in two parts.
+    adapter_config.json          names the base, and in a file of PEFT the settings: a ``SparseConfig``
+    adapter_model.safetensors    KEY: (n,) uint8, the bytes of a delta file; what PEFT stores itself (modules_to_save)
+
+By these files transformers and PEFT load a base and a delta. Nothing here needs PEFT. What loads them does, and
+``import sparsify``, without which PEFT knows no such type.
+
+The adapters of others are not trusted: all checks first, and no pickle. Their methods give a layer a number of places
+that follows from its size. An unused place holds 0.0, and a position may come twice: a difference that the dtype cannot
+hold exactly may be stored in two parts.
 """
 
+import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sparsify.common.names import near_names, tied_names
 from sparsify.common.raw_bits import digest
-from sparsify.delta.checkpoint.reader import open_base, read_json
-from sparsify.delta.entries import DTYPES, Base, DeltaParts, StrPath, TensorDelta, one_of, require
+from sparsify.delta import format as delta_format
+from sparsify.delta.checkpoint.reader import open_base, read_header, read_json
+from sparsify.delta.entries import DTYPES, Base, Config, DeltaParts, StrPath, TensorDelta, one_of, require
+from sparsify.delta.format import FILE_NAME
 from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
-CONFIG_NAME = "adapter_config.json"
+PEFT_TYPE = "SPARSIFY"
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's files
-_MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
+LAYER, DELTAS = "delta_adapters", "sparse_values"  # a module of the model, and its modules by name of the adapter
+KEY = f"{PREFIX}{LAYER}.{DELTAS}._extra_state"
 
 # by method: the end of the names of values (count,); indices are rows and columns (2, count), or flat (count,)
 METHODS = {"shira": "shira_weight", "supertuning": "supertuning_values"}
+_MERGE = "merge it with PEFT (`merge_and_unload`) and use `SparseDelta.diff(base, merged)`"
 
 
-def read_adapter(folder: StrPath, base: Base) -> DeltaParts:
+def to_blob(*delta: Any) -> Tensor:
+    """The bytes of a delta's file, from its parts, as a tensor (n,) uint8."""
+    return torch.frombuffer(delta_format.to_bytes(*delta)[0], dtype=torch.uint8).clone()
+
+
+def from_blob(blob: Tensor) -> DeltaParts:
+    """Reverses :func:`to_blob`; raises ``DeltaFormatError`` for anything else."""
+    file = io.BytesIO(blob.numpy().tobytes())
+    with delta_format.refused("the adapter holds no delta that can be used", "download or save it again"):
+        return delta_format.read_contents(file, *delta_format.read_header(file))[0]
+
+
+def read_adapter(path: StrPath) -> DeltaParts | None:
+    """The parts of the delta in the folder of an adapter, with the modules that PEFT stores; ``None`` for any other."""
+    file = Path(path, WEIGHTS_NAME)
+    if not file.is_file() or (file.parent / FILE_NAME).exists() or KEY not in read_header(file):
+        return None
+    stored = safetensors.torch.load_file(file)
+    tensors, whole, config = from_blob(stored.pop(KEY))
+    return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
+
+
+def settings_of(config: Config, base: str | None = None) -> dict[str, Any]:
+    """The ``adapter_config.json`` of a delta's config and a base, by default its own; the adapter is to be run."""
+    return {
+        "peft_type": PEFT_TYPE,
+        "base_model_name_or_path": base or config.get("base_model_name_or_path"),
+        "revision": config.get("base_model_revision"),
+        "inference_mode": True,
+        "auto_mapping": {"base_model_class": config.get("architecture"), "parent_library": "transformers"},
+    }
+
+
+def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> None:
+    """Writes a delta as an adapter of a base, by default the recorded one; nothing where none is known."""
+    settings, file = settings_of(delta[2], base), folder / WEIGHTS_NAME
+    if settings["base_model_name_or_path"] is not None:
+        delta_format.replace_file(file, safetensors.torch.save({KEY: to_blob(*delta)}, {"format": "pt"}))
+        delta_format.replace_file(folder / CONFIG_NAME, json.dumps(settings, indent=2).encode())
+
+
+def convert_adapter(folder: StrPath, base: Base) -> DeltaParts:
     folder, tensors = Path(folder), open_base(base)
     ties = tied_names(base) if isinstance(base, nn.Module) else {}
     found: dict[str, TensorDelta] = {}
     try:
         config = read_json(folder / CONFIG_NAME)
         method = _find_method(config)
-        layers, whole = _read_weights(folder / "adapter_model.safetensors", method)
+        layers, whole = _read_weights(folder / WEIGHTS_NAME, method)
         for layer, parts in layers.items():
             name = f"{layer}.weight"
             if others := [other for other in ties.get(name, []) if other != name]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sparsify.common.names import counted, find_engine
 from sparsify.common.raw_bits import same_values
-from sparsify.delta import adapter_files, hub
 from sparsify.delta import format as delta_format
+from sparsify.delta import hub, peft_files
 from sparsify.delta.algebra import Summable
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
@@ -25,7 +25,6 @@ from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDe
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, plan_delta
-from sparsify.delta.peft_files import read_adapter
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -97,7 +96,7 @@ class SparseDelta(Summable):
         """
         if revision is None and is_training_checkpoint(path):
             return cls.from_checkpoint(path)
-        if revision is None and (adapter := adapter_files.read_adapter(path)) is not None:
+        if revision is None and (adapter := peft_files.read_adapter(path)) is not None:
             return cls(*adapter)
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
@@ -151,7 +150,7 @@ class SparseDelta(Summable):
             DeltaFormatError: when the adapter is broken, or of another type.
             BaseMismatchError: when it does not fit the base.
         """
-        return cls(*read_adapter(folder, base))
+        return cls(*peft_files.convert_adapter(folder, base))
 
     def save(self, path: StrPath) -> None:
         """Writes the delta, completely or not at all; a delta that was there before is replaced.

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sparsify.api import get_engine
-from sparsify.delta.adapter_files import write_adapter
+from sparsify.delta.peft_files import write_adapter
 from sparsify.errors import SparsifyError
 from sparsify.training.quantized import save_pretrained
 from sparsify.training.state import write_trained_state as write_state

@@ -16,8 +16,8 @@ from transformers import TrainerCallback, trainer
 from transformers.trainer_callback import CallbackHandler
 
 from sparsify.api import base_weights, extend, get_engine, summary
-from sparsify.delta.adapter_files import LAYER
 from sparsify.delta.hub import public_config
+from sparsify.delta.peft_files import LAYER
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.integrations import checkpoints

@@ -7,7 +7,7 @@
 
 import peft
 
-from sparsify.delta.adapter_files import DELTAS, PEFT_TYPE
+from sparsify.delta.peft_files import DELTAS, PEFT_TYPE
 from sparsify.peft import coax  # noqa: F401  # first: it makes the type
 from sparsify.peft.config import SparseConfig
 from sparsify.peft.tuner import SparseModel

@@ -26,10 +26,10 @@ from sparsify.api import desparsify, sparsify
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import ENGINE, POSITION, base_name, plain_name
 from sparsify.common.quantized import is_quantized
-from sparsify.delta.adapter_files import DELTAS, from_blob
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.format import PEFT_KEY
 from sparsify.delta.patch_plan import PatchPlan, holds, undone, write_plan
+from sparsify.delta.peft_files import DELTAS, from_blob
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.strategies.targets import PEFT_SAVED

@@ -19,7 +19,7 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig, load_peft_weights
 
 from sparsify.delta import format as delta_format
-from sparsify.delta.adapter_files import KEY, PEFT_TYPE, settings_of, to_blob
+from sparsify.delta.peft_files import KEY, PEFT_TYPE, settings_of, to_blob
 from sparsify.errors import SparsifyError
 
 if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):  # a method cannot choose what is saved

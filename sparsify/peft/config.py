@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsify.adapters.extensions import as_json
 from sparsify.core.schedule import Schedule
-from sparsify.delta.adapter_files import PEFT_TYPE
+from sparsify.delta.peft_files import PEFT_TYPE
 from sparsify.errors import SparsifyError
 from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
 from sparsify.strategies.targets import ALL_LINEAR, match_modules

@@ -11,8 +11,8 @@ from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
 
 from sparsify.common.quantized import is_quantized
-from sparsify.delta.adapter_files import DELTAS, LAYER, to_blob
 from sparsify.delta.algebra import METHODS, DeltaSum, merge_deltas
+from sparsify.delta.peft_files import DELTAS, LAYER, to_blob
 from sparsify.errors import SparsifyError
 from sparsify.peft.adapters import SparseAdapters
 from sparsify.strategies.targets import PEFT_SAVED, match_modules

@@ -21,8 +21,8 @@ from sparsify.common.names import ENGINE
 from sparsify.common.quantized import is_quantized
 from sparsify.core.module import masked_tensors
 from sparsify.delta import hub
-from sparsify.delta.adapter_files import write_adapter
 from sparsify.delta.checkpoint.reader import WEIGHTS_NAME
+from sparsify.delta.peft_files import write_adapter
 from sparsify.delta.quantized_delta import LOSING, PACKED_FOLDER, QUANTIZER, refuse_to_lose
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
