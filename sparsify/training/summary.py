@@ -142,10 +142,10 @@ def suggested_rate(strategy: Strategy, share: float) -> list[tuple[str, str]]:
 
     Source: the runs in tutorials/choosing.md.
     """
-    by_gradient = not isinstance(strategy.selection, Given) and strategy.importance.uses_gradient
-    if not by_gradient and strategy != PRESETS["random"]:
+    importance = strategy.importance
+    if importance is None or not (importance.uses_gradient or strategy == PRESETS["random"]):
         return []
-    factor = TIMES_FULL if by_gradient else 1 / share
+    factor = TIMES_FULL if importance.uses_gradient else 1 / share
     rate = f"try {factor:.3g} times that of full fine-tuning: {factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
     return [("learning rate", rate)]
 
