@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from examples.paper import curvature, language, metrics, run, runs, sources, tasks, training
+from examples.paper import curvature, language, metrics, rules, run, runs, sources, tasks, training
 from examples.paper.answers import is_right, letter, number
 from examples.paper.generation import PREFIX, PROMPT, Solver, Summarizer
 from examples.paper.models import IGNORED
@@ -241,6 +241,24 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])
     language.main(["--results", str(path), "--table"])
     assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
+
+
+def test_balanced_entries_are_as_many_in_each_row_and_column():
+    tensors = {"wide": torch.ones(20, 30), "high": torch.ones(40, 15)}
+    entries = rules.balanced(tensors, 120, seed=0)
+    assert {name: len(ids.unique()) for name, ids in entries.items()} == {"wide": 60, "high": 60}
+    for name, ids in entries.items():
+        height, width = tensors[name].shape
+        for lines, number in ((ids // width, height), (ids % width, width)):
+            found = lines.bincount(minlength=number)
+            assert 60 / number - 1 <= found.min()
+            assert found.max() <= 60 / number + 2  # two may be drawn twice, and are replaced
+
+
+def test_entries_are_sampled_by_a_power_of_their_gradients():
+    steep = {"w": torch.tensor([1e-6] * 100 + [1e6] * 100)}
+    assert (rules.sampled(steep, 50, 1.0, seed=0)["w"] >= 100).all()
+    assert 10 < (rules.sampled(steep, 50, 0.0, seed=0)["w"] >= 100).sum() < 40
 
 
 def test_the_curvature_of_a_first_step_is_measured_for_each_rule(gemma, tmp_path, monkeypatch, capsys):
