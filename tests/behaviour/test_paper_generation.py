@@ -249,10 +249,10 @@ def test_balanced_entries_are_as_many_in_each_row_and_column():
     assert {name: len(ids.unique()) for name, ids in entries.items()} == {"wide": 60, "high": 60}
     for name, ids in entries.items():
         height, width = tensors[name].shape
-        for lines, number in ((ids // width, height), (ids % width, width)):
-            found = lines.bincount(minlength=number)
-            assert 60 / number - 1 <= found.min()
-            assert found.max() <= 60 / number + 2  # two may be drawn twice, and are replaced
+        for lines, size in ((ids // width, height), (ids % width, width)):
+            found = lines.bincount(minlength=size)
+            assert 60 / size - 1 <= found.min()
+            assert found.max() <= 60 / size + 2  # two may be drawn twice, and are replaced
 
 
 def test_entries_are_sampled_by_a_power_of_their_gradients():
