@@ -216,6 +216,7 @@ def demo(
         float | None, typer.Option(help=f"Entries, or a share in (0, 1); by default {DEFAULT_BUDGET}, of bitfit all.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 250,
+    schedule: Annotated[str, typer.Option(help="How the unmasked set grows: uniform, early, cubic ...")] = "uniform",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the delta.")] = Path("sparsify-demo"),
     seed: Annotated[int, typer.Option(help="Of the head, the batches and dropout.")] = 0,
@@ -241,7 +242,7 @@ def demo(
     # 1. Convert: one line. The new head is trained dense, outside the budget. No weight has changed yet.
     entries = DEFAULT_BUDGET if budget is None and strategy != "bitfit" else budget
     entries = int(entries) if entries is not None and float(entries).is_integer() else entries
-    sparsify(classifier, entries, strategy, steps=steps, modules_to_save=["head"], seed=seed)
+    sparsify(classifier, entries, strategy, steps=steps, schedule=schedule, modules_to_save=["head"], seed=seed)
     frozen_accuracy = frozen_baseline_accuracy(classifier, training, held_out)
     console.print(f"frozen baseline, a head on the pretrained features: {frozen_accuracy:.1%}")
 

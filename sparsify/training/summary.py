@@ -142,12 +142,11 @@ def suggested_rate(strategy: Strategy, share: float) -> list[tuple[str, str]]:
 
     Source: the runs in tutorials/choosing.md.
     """
-    importance = strategy.importance
-    if importance is None or not (importance.uses_gradient or strategy == PRESETS["random"]):
+    if (importance := strategy.importance) is None or not (importance.uses_gradient or strategy == PRESETS["random"]):
         return []
     factor = TIMES_FULL if importance.uses_gradient else 1 / share
-    rate = f"try {factor:.3g} times that of full fine-tuning: {factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
-    return [("learning rate", rate)]
+    example = f"{factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
+    return [("learning rate", f"try {factor:.3g} times that of full fine-tuning: {example}")]
 
 
 def tensor_sparsity(counts: Mapping[str, int]) -> float:

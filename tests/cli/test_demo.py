@@ -132,3 +132,15 @@ def test_a_delta_that_predicts_something_else_is_an_error(demo, monkeypatch):
 def test_the_budget_is_entries_or_a_share(demo, options, unmasked):
     text, _ = demo("--steps", "1", "--strategy", "random", *options)
     assert f"{unmasked:,} of 22,56" in text
+
+
+def test_the_schedule_says_when_the_budget_is_unmasked(demo):
+    early, uniform = (demo("--steps", "5", "--budget", "90", "--schedule", each)[0] for each in ("early", "uniform"))
+    assert [line.split()[-1] for line in early.splitlines() if line.startswith("step ")] == ["90"] * 5
+    assert [line.split()[-1] for line in uniform.splitlines() if line.startswith("step ")] == [
+        "18",
+        "36",
+        "54",
+        "72",
+        "90",
+    ]
