@@ -238,7 +238,8 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     assert {lines[method]["trained"] for method in RULES[2:-2]} == {BUDGET}
     assert len({line["loss"] for line in lines.values()}) == len(RULES)
     assert gemma not in first
-    language.main([*options, "--candidates", "qv", "--methods", "lora", "random"])
+    language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
+    assert path.read_text().count("\n") == len(RULES) + 2
     language.main(["--results", str(path), "--table"])
     assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
 
