@@ -140,9 +140,9 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
             left.plot(places, [number / curve.trained for number in accumulate(curve.columns)], **look)
         right.plot(RATES, [loss - curve.start for loss in curve.losses], marker=".", **look)
     left.set(xscale="log", xlabel="share of the columns, the fullest first", ylabel="share of the entries", ylim=(0, 1))
-    right.set(xscale="log", xlabel="rate of Adam's first step", ylabel="change of the loss", ylim=(-0.5, 0.3))
+    right.set(xscale="log", xlabel="rate of Adam's first step", ylabel="change of the loss", ylim=(-0.8, 0.3))
     right.axhline(0, color=INK, linewidth=0.6)
-    right.legend(frameon=False, fontsize=8)
+    left.legend(*right.get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=8)
     save(figure, path)
 
 
