@@ -289,12 +289,14 @@ def _tables(group: tuple, methods: Methods, reference: str) -> str:
         ladder.append([name, *cells, str(len(chosen))])
         mean, error, seeds = paired(chosen, methods[reference][best[reference]])
         rate = f"{best[name]:g}" + ("" if min(own) < best[name] < max(own) else " *")
-        differences.append([name, rate, f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds)])
+        peak = max(one.get("peak_bytes", 0) for one in chosen.values()) / 1e9  # of a GPU, without other runs' tensors
+        cells = [f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds), f"{peak:.2f}" if peak else ""]
+        differences.append([name, rate, *cells])
     model, candidates, steps, size, _ = group
     return "\n\n".join([
         f"### {model}, {candidates}, {steps} steps of {size} rows, {len(rows)} held-out rows",
         markdown(["entries", *[f"{rate:g}" for rate in tried], "seeds"], ladder),
-        markdown(["entries", "best rate", "loss", f"minus {reference}", "standard error", "seeds"], differences),
+        markdown(["entries", "best rate", "loss", f"minus {reference}", "standard error", "seeds", "GB"], differences),
         "\\* no lower or no higher rate was tried",
     ])  # fmt: skip
 
@@ -362,6 +364,9 @@ def plan(options: argparse.Namespace) -> list[Settings]:
     return list(dict.fromkeys(wanted))
 
 
+_bed = cache(Bed)
+
+
 def missing_runs(wanted: list[Settings], options: argparse.Namespace) -> Iterator[Run]:
     """The runs that are not there yet, each as soon as it has ended."""
     one = partial(_run, options.model, wanted[0], options.device)
@@ -376,9 +381,6 @@ def missing_runs(wanted: list[Settings], options: argparse.Namespace) -> Iterato
 def _run(folder: str, first: Settings, device: str, settings: Settings) -> Run:
     """A run in this process, which has one bed for all: their rows are the same."""
     return run(_bed(folder, first, device), settings)
-
-
-_bed = cache(Bed)
 
 
 def main(arguments: list[str] | None = None) -> None:
