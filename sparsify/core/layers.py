@@ -34,11 +34,15 @@ class MaskedLinearModule(MaskedModule):
             return tensor.collector.compiled.linear(self, x, self.transposed)
         parameters, use = count_use(self)
         weight, bias = parameters["weight"], parameters.get("bias")
-        if use is None:
+        masked = self._masked_tensors.get("weight")
+        if use is None and (masked is None or not weight.requires_grad):
             return linear(x, weight, bias, self.transposed)
-        masked, dtype = self._masked_tensors.get("weight"), autocast_dtype(x)
-        call = LinearCall(use, masked, dtype, use.tensors[0].collector.recompute(x), self.transposed)
-        return run_linear(x if dtype is None else x.to(dtype), weight, bias, call)
+        dtype = autocast_dtype(x)
+        short = x if dtype is None else x.to(dtype)
+        with next(iter(self._masked_tensors.values())).collector.saving(x, short, norms=use is not None):
+            if use is None:  # the weight is a tap
+                return linear(short, weight, bias, self.transposed)
+            return run_linear(short, weight, bias, LinearCall(use, masked, dtype, self.transposed))
 
 
 class MaskedLinear(MaskedLinearModule, nn.Linear):
@@ -68,7 +72,6 @@ class LinearCall(NamedTuple):
     use: Use | None  # None where no gradient is collected
     masked: MaskedTensor | None  # the weight, where it is masked
     dtype: torch.dtype | None  # to compute in; None for the operands' own
-    recompute: Callable[[], Tensor] | None  # computes the input again; None where it has to be saved
     transposed: bool = False  # whether the weight is (in, out)
     dequantize: Callable[[], Tensor] | None = None  # makes the weight; None where it is not quantized
 
@@ -104,8 +107,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LinearCall, root: Tensor | None) -> Tensor:
         is_dense = ctx.needs_input_grad[1]  # a weight trained densely, its bias masked
         needs_x = is_dense or (call.use is not None and call.masked in call.use.tensors)
-        ctx.save_for_backward(x if needs_x and call.recompute is None else None, weight)
-        ctx.call = call if needs_x else call._replace(recompute=None)
+        ctx.save_for_backward(x if needs_x else None, weight)
+        ctx.call = call
         weight = weight if call.dequantize is None else call.dequantize()
         if call.dtype is not None:
             x, weight, bias = x.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
@@ -132,13 +135,10 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None  # autograd casts them to the operands' dtypes
 
 
-def _gradient(call: LinearCall, x: Tensor | None, grad_rows: Tensor, tensor: MaskedTensor | None) -> Gradient:
+def _gradient(call: LinearCall, x: Tensor, grad_rows: Tensor, tensor: MaskedTensor | None) -> Gradient:
     """The gradient of the weight of a call, or else of its bias."""
     if tensor is not call.masked:
         return DenseGradient(grad_rows.sum(0)[None])
-    if x is None:
-        assert call.recompute is not None
-        x = call.recompute()
     return linear_gradient(x.to(grad_rows.dtype), grad_rows, call.transposed)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.errors import SparsifyError
 
+NOTHING = nullcontext()  # a context
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 SWAPPED = "torch.__future__.set_swap_module_params_on_conversion(True): set it to False, or convert before sparsify()."
 
@@ -29,15 +30,15 @@ def count_use(module: nn.Module) -> tuple[dict[str, Any], Use | None]:
     with torch._C.DisableTorchFunctionSubclass():  # which takes longer than the use
         for attribute, tensor in tensors.items():
             if found.get(attribute) is tensor.parameter:
-                shared = tensor.collector.shared_tap(tensor) if len(tensor.shape) == 1 else None
+                shared = tensor.collector.shared_tap(tensor)
                 found[attribute] = tensor.parameter.detach() if shared is None else shared
                 used += [tensor] if shared is None else []
-    return found, tensor.collector.use(used)
+    return found, tensor.collector.use(used) if used else None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Disables autocast; where it is off, without the time that entering its context takes."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 class MaskedModule(nn.Module):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparsify.core.entries import Entries, count_by_tensor
 from sparsify.core.gradients import Gradient
+from sparsify.core.module import NOTHING
 from sparsify.core.policy import Policy, Selector
 from sparsify.core.tensor import NOT_TRANSFORMED, NOT_TWICE, MaskedTensor, Use
 from sparsify.core.topk import Winners
@@ -106,7 +107,7 @@ class TrainingStep:
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     shared_tap: Any = staticmethod(lambda tensor: None)  # a tensor's tap where one node has those of several
-    recompute: Any = staticmethod(lambda x: None)  # how to compute a layer's input again in backward; None to save it
+    saving: Any = staticmethod(lambda *of, norms: NOTHING)  # a context for a layer, in which its input is saved
     frozen: Set[MaskedTensor] = frozenset()  # tensors that do not train for now
     around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
 

@@ -1,7 +1,7 @@
 """Taps: how a masked parameter is read by anything but a masked layer: by norms, convolutions, experts, tied heads.
 
-A tap is the identity; its node receives the whole gradient of one parameter, or of several one after the other, and
-hands it to ``collect``. In the model's forward each read of ``module.weight`` makes one, or is a part of a shared one.
+A tap is the identity; its node receives the whole gradient of a parameter, or those of several that share it, and hands
+them to ``collect``. In the model's forward each read of ``module.weight`` makes one, or has its part of a shared one.
 """
 
 from typing import Any
@@ -18,18 +18,20 @@ CHANGED = (
 )
 
 
-class Tap(torch.autograd.Function):
+class Taps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, use: Use, root: Tensor) -> Tensor:
+    def forward(ctx: Any, use: Use, root: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.use = use
-        return values.view_as(values)
+        ctx.set_materialize_grads(False)
+        return tuple(own.view_as(own) for own in values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        parts = [grad] if len(ctx.use.tensors) == 1 else grad.split([tensor.numel for tensor in ctx.use.tensors])
-        grads = dict(zip(ctx.use.tensors, parts, strict=True))
-        ctx.use.collect(grad.device, lambda tensor: tensor.gradient(grads[tensor]))
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        found = {tensor: grad for tensor, grad in zip(ctx.use.tensors, grads, strict=True) if grad is not None}
+        ctx.use.unread = ctx.use.tensors if not found else [own for own in ctx.use.tensors if own not in found]
+        device = next(iter(found.values()), ctx.use.root).device
+        ctx.use.collect(device, lambda tensor: tensor.gradient(found[tensor]))
+        return (None,) * (2 + len(grads))
 
 
 def tap(parameter: Any, tensor: MaskedTensor) -> Any:
@@ -39,7 +41,7 @@ def tap(parameter: Any, tensor: MaskedTensor) -> Any:
         use = tensor.collector.use([tensor])
         with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
             read = parameter.detach()
-        read = read if use is None else Tap.apply(read, use, use.root)
+        read = read if use is None else Taps.apply(use, use.root, read)[0]
     read._is_param = read.is_tap = True  # to isinstance(), as get_parameter() asks; and to __setitem__()
     return read
 

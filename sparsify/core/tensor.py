@@ -50,7 +50,7 @@ class Use:
 
     def __init__(self, tensors: Sequence[MaskedTensor], root: Tensor, recomputed: bool = False) -> None:
         self.tensors, self.root, self._recomputed, self._number = tensors, root, recomputed, next(_NUMBERS)
-        self.unread: Collection[MaskedTensor] = ()  # those of a shared node that the forward pass has not come to
+        self.unread: Collection[MaskedTensor] = ()  # those of a shared node that got no gradient
         self.around = torch._C._current_graph_task_id()  # the backward pass inside which it was made; -1 for none
         for tensor in () if recomputed else tensors:
             tensor.waiting.add(self._number)

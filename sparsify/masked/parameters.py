@@ -164,7 +164,7 @@ class FollowedParameters(ReadParameters):
         tensor = self.tensors[attribute]
         if is_shard(parameter) and not (getattr(tensor, "is_parallel", True) or tensor.collector.was_sharded):
             tensor.collector.weights.mark_stale()  # by fully_shard(), or it is refused; a copy's tensor may come later
-            tensor.collector.vectors = [other for other in tensor.collector.vectors if other is not tensor]
+            tensor.collector.groups.pop(tensor, None)
         if type(parameter) is nn.Parameter and not tensor.is_quantized:
             parameter.__class__ = MaskedParameter
         if type(parameter) is MaskedParameter:

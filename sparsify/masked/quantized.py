@@ -112,6 +112,6 @@ def _quantized_linear(module: Any, x: Tensor) -> Tensor:
         dtype, output_dtype = module.compute_dtype or x.dtype, x.dtype
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
-    recompute = None if use is None else tensor.collector.recompute(x)
-    call = LinearCall(use, tensor, dtype, recompute, dequantize=tensor.dequantizer())
-    return run_linear(x, None, parameters.get("bias"), call).to(output_dtype)
+    call = LinearCall(use, tensor, dtype, dequantize=tensor.dequantizer())
+    with tensor.collector.saving(x, x, norms=True):
+        return run_linear(x, None, parameters.get("bias"), call).to(output_dtype)

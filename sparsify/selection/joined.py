@@ -22,7 +22,6 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
-from sparsify.kernels.sddmm import sampling_pays
 from sparsify.masked.tensor import matrix_shape
 
 ALIKE = 1e-2  # by which share two norms of one gradient may differ, as sums in bfloat16 do
@@ -72,11 +71,7 @@ class JoiningPass(Pass):
         """Whether a gradient that is not small is whole, and cheaper to settle with others."""
         if tensor.numel > LARGEST_AHEAD or tensor.shards > 1 or not runs_ahead(gradient.device):
             return False
-        if tensor.waiting or tensor in self.held or tensor in self.settled or gradient.rows is not None:
-            return False
-        if self.selector is None and isinstance(gradient, Product):
-            return not sampling_pays(gradient.left, gradient.right, tensor.count)
-        return True
+        return not (tensor.waiting or tensor in self.held or tensor in self.settled or gradient.rows is not None)
 
     def _join(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         device = gradient.device
@@ -183,7 +178,7 @@ class Span(Joined):
         first, stop = min(self._first, tensor.offset), max(self._stop, tensor.offset + tensor.numel)
         if self.gradients and stop - first > AT_ONCE:
             return False
-        self.gradients[tensor] = gradient.dense().own().values.view(-1)
+        self.gradients[tensor] = gradient.dense().values.reshape(-1)
         self._first, self._stop = first, stop
         return True
 
@@ -194,9 +189,8 @@ class Span(Joined):
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         ends = [self._first, *[tensor.offset + tensor.numel for tensor in self.tensors]]
         gaps = [tensor.offset - end for tensor, end in zip(self.tensors, ends, strict=False)]
-        zeros = parts[0].new_zeros(max(gaps))
-        pieces = [(zeros[:gap], part) if gap else (part,) for gap, part in zip(gaps, parts, strict=True)]
-        return _flat([*chain(*pieces)])
+        zeros = parts[0].new_zeros(sum(gaps)).split_with_sizes(gaps)
+        return _flat([*chain(*zip(zeros, parts, strict=True))])
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
-from sparsify.masked.recompute import recomputable, release_memory
+from sparsify.masked.recompute import release_memory, saving
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.joined import JoiningPass
 from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
@@ -35,7 +36,7 @@ from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
-from sparsify.training.forward import Forward, Forwards, vectors
+from sparsify.training.forward import Forward, Forwards, groups
 from sparsify.training.plan import Plan
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
 
@@ -50,7 +51,7 @@ COLLECT, COMMIT = "sparsify::collect", "sparsify::commit"  # ranges of torch's p
 class Engine(TrainingStep):
     """Trains a model at ``budget`` of its entries, by a plan; reached by :func:`sparsify.get_engine`."""
 
-    recompute: Any = staticmethod(recomputable)
+    saving: Any = staticmethod(saving)
     pass_kind = JoiningPass
 
     def __init__(self, plan: Plan) -> None:
@@ -77,7 +78,7 @@ class Engine(TrainingStep):
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
-        self._forwards, self.vectors = Forwards(), vectors(plan.tensors)
+        self._forwards = Forwards()
         self.shared_tap = self._forwards.tap
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
@@ -153,6 +154,11 @@ class Engine(TrainingStep):
         return is_fully_sharded(self.root)
 
     # -------------------------------------------------------------------------------- forward
+
+    @cached_property
+    def groups(self) -> dict[MaskedTensor, list[MaskedTensor]]:
+        """The tensors that share a node with others in the root's forward."""
+        return groups(self.tensors)
 
     @property
     def in_forward(self) -> bool:  # type: ignore[override]

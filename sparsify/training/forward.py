@@ -1,52 +1,48 @@
-"""The forward passes of a model's root, and the one node that has the taps of all small vectors in each of them.
+"""The forward passes of a model's root, and the nodes that have the taps of several parameters in each of them.
 
-A model has more biases and norms than weights: a node of its own for each would take longer than their gradients.
+A model has more biases and norms than weights, and on a GPU a small matrix is multiplied in less time than Python takes
+for a node: all vectors share one, and so do neighbouring matrices, whose layers are then plain ones to autograd.
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsify.core.taps import Tap
+from sparsify.common.ranks import num_ranks
+from sparsify.core.devices import runs_ahead
+from sparsify.core.layers import MaskedLinearModule
+from sparsify.core.taps import Taps
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import ModelTensor
+from sparsify.selection import joined
 from sparsify.selection.joined import is_small
-
-ALIGNED = 8  # numbers: 16 bytes of the shortest
 
 
 class Forward:
-    """One forward pass of the root, as long as it runs."""
+    """One forward pass of the root, as long as it runs, and the ``taps`` that it has made."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
+        self.taps: dict[MaskedTensor, Tensor | None] = {}
         self.around = torch._C._current_graph_task_id()  # the backward pass inside which it runs, as in a cached loss
-        self.unread: set[MaskedTensor] = set()  # those that have a tap which nothing has asked for
 
-    @cached_property
-    def taps(self) -> dict[MaskedTensor, Any]:
-        """Those of all small vectors, a node for each device and dtype; what FSDP2 shards has its own."""
-        kinds: defaultdict[Any, list[MaskedTensor]] = defaultdict(list)
-        found: dict[MaskedTensor, Any] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
-            for tensor in () if self._step.was_sharded else self._step.vectors:
-                kinds[tensor.parameter.device, tensor.parameter.dtype].append(tensor)
-            for tensors in kinds.values():
-                if (use := self._step.use(tensors)) is not None:
-                    use.unread = self.unread
-                    self.unread.update(use.tensors)
-                    with torch.no_grad():
-                        values = torch.cat([tensor.parameter for tensor in use.tensors])
-                    taps = Tap.apply(values, use, use.root).split([tensor.numel for tensor in use.tensors])
-                    found |= zip(use.tensors, taps, strict=True)
-        for tap in found.values():
-            tap.is_tap = True  # for core/taps.py
-        return found
+    def make(self, tensor: ModelTensor) -> Tensor | None:
+        """Makes a tensor's tap, with those of its group; ``None`` where it has a node of its own, as under FSDP2."""
+        device, groups = tensor.parameter.device, self._step.groups
+        group: list[MaskedTensor] = []
+        if len(tensor.shape) < 2 or (runs_ahead(device) and num_ranks() == 1):
+            group = [own for own in groups.get(tensor, ()) if own in groups and own.parameter.device == device]
+        self.taps |= dict.fromkeys([tensor, *group])
+        use = self._step.use(group) if group and not self._step.was_sharded else None
+        if use is not None:
+            taps: Any = Taps.apply(use, use.root, *[own.parameter for own in use.tensors])
+            for own, tap in zip(use.tensors, taps, strict=True):
+                self.taps[own] = tap
+                tap.is_tap = True  # for core/taps.py
+        return self.taps[tensor]
 
 
 class Forwards(threading.local):
@@ -56,19 +52,33 @@ class Forwards(threading.local):
         self.running: list[Forward] = []
 
     def tap(self, tensor: ModelTensor) -> Tensor | None:
-        """Its part of the node of all small vectors; not where checkpointing will compute, or computes, it again."""
-        forward = self.running[-1] if self.running else None
-        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if forward is None or checkpointed or tensor.dormant or not torch.is_grad_enabled():
+        """Its part of its group's node; not where checkpointing will compute, or computes, it again."""
+        if not self.running or tensor.dormant or not torch.is_grad_enabled():
             return None
-        found = forward.taps.get(tensor) if torch._C._current_graph_task_id() == forward.around else None
-        if found is not None:
-            forward.unread.discard(tensor)
-        return found
+        forward = self.running[-1]
+        is_inside = torch._C._current_graph_task_id() != forward.around
+        if is_inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None
+        if tensor in forward.taps:
+            return forward.taps[tensor]
+        with torch._C.DisableTorchFunctionSubclass():  # takes longer than all taps
+            return forward.make(tensor)
 
 
-def vectors(tensors: Iterable[ModelTensor]) -> list[MaskedTensor]:
-    """The tensors whose taps are shared; the first ones in a copy of all stay aligned, for kernels that ask for it."""
-    plain = (tensor for tensor in tensors if not (tensor.is_parallel or tensor.is_quantized))
-    found = [tensor for tensor in plain if len(tensor.shape) == 1 and is_small(tensor)]
-    return sorted(found, key=lambda tensor: tensor.numel % ALIGNED != 0)
+def groups(tensors: Iterable[ModelTensor]) -> dict[MaskedTensor, list[MaskedTensor]]:
+    """The tensors that share a node, by each of them: all small vectors, and linear layers' neighbouring matrices."""
+    found: dict[MaskedTensor, list[MaskedTensor]] = {}
+    vectors: list[MaskedTensor] = []
+    matrices: list[MaskedTensor] = []
+    for tensor in tensors:
+        if tensor.is_parallel or tensor.is_quantized:
+            continue
+        if len(tensor.shape) == 1 and is_small(tensor):
+            vectors.append(tensor)
+            found[tensor] = vectors
+        elif isinstance(tensor.owner, MaskedLinearModule) and tensor.numel <= joined.LARGEST_AHEAD:
+            if matrices and tensor.offset + tensor.numel - matrices[0].offset > joined.AT_ONCE:
+                matrices = []
+            matrices.append(tensor)
+            found[tensor] = matrices
+    return found

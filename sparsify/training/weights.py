@@ -171,8 +171,12 @@ class EffectiveWeights:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
         from sparsify.kernels.triton import scatter
 
-        weights, (_, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
-        scatter(weights, self._entries.counts, indices, self._entries.effective(), seen)
+        weights, (slots, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
+        values = self._entries.effective()
+        if not (seen or self.are_sums):  # entries that were unmasked since, and may be masked again, keep their -0.0
+            base = self._entries.base.index_select(0, slots).to(values)
+            values = base.where((base == 0) & (values == 0), values)
+        scatter(weights, self._entries.counts, indices, values, seen)
 
     @property
     def are_as_left(self) -> bool:

@@ -13,6 +13,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*got no gradient in the first s
 
 @pytest.mark.parametrize("seed", ALL)
 def test_a_random_program_is_the_oracle(seed):
+    check(seed)
+
+
+@pytest.mark.parametrize("seed", ALL[::4])
+def test_as_on_a_gpu_too(seed, monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
+    check(seed)
+
+
+def check(seed):
     both = run(program(seed))  # which compares the two after each action
     trained = dict(both.sparse.named_parameters())
     for name, expected in both.dense.model.named_parameters():

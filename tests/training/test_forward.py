@@ -1,4 +1,4 @@
-"""The forward passes of the root: small vectors are tapped by one node, which gives each of them its own gradient."""
+"""The forward passes of the root: small vectors share a node, and on a GPU so do neighbouring small matrices."""
 
 import pytest
 import torch
@@ -23,21 +23,48 @@ class Blocks(nn.ModuleList):
         return self[2](self.run(self[1], self[0](x)))
 
 
-def taps(output):
-    """How many nodes of taps a graph has."""
-    nodes, found = [output.grad_fn], set()
-    for node in nodes:
-        new = [each for each, _ in node.next_functions if each is not None and each not in found]
-        found.update(new)
-        nodes += new
-    return sum("Tap" in node.name() for node in found)
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """The CPU is treated as a GPU is."""
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
+
+
+def nodes(output, kind="Taps"):
+    """How many nodes of a kind a graph has."""
+    waiting, found = [output.grad_fn], {output.grad_fn}
+    for node in waiting:
+        new = {each for each, _ in node.next_functions if each is not None} - found
+        found |= new
+        waiting += new
+    return sum(kind in node.name() for node in found)
 
 
 def test_all_biases_and_norms_of_a_forward_have_one_node():
     model = sparsify(Blocks(), 40, "id3", steps=4)
     x = torch.randn(5, 8, generator=seeded(1))
-    assert taps(model(x)) == 1
-    assert taps(model(x) + model(x)) == 2
+    assert nodes(model(x)) == 1
+    assert nodes(model(x) + model(x)) == 2
+
+
+def test_on_a_gpu_matrices_share_nodes_while_they_are_small_and_near(like_a_gpu, monkeypatch):
+    monkeypatch.setattr("sparsify.selection.joined.AT_ONCE", 2 * 64 + 24)  # two matrices, and what lies between them
+    model = sparsify(Blocks(), 40, "id3", steps=4)
+    output = model(torch.randn(5, 8, generator=seeded(1)))
+    assert nodes(output) == 1 + 2
+    assert nodes(output, "_Linear") == 0, "the layers are plain ones"
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST_AHEAD", 63)
+    model = sparsify(Blocks(), 40, "id3", steps=4)
+    output = model(torch.randn(5, 8, generator=seeded(1)))
+    assert (nodes(output), nodes(output, "_Linear")) == (1, 3)
+
+
+def test_on_a_gpu_a_weight_that_was_written_to_after_forward_is_refused_as_elsewhere(like_a_gpu):
+    model = sparsify(nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)), 20, "id3", steps=4)
+    loss = model(torch.randn(5, 4, generator=seeded(1))).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 RUNS = {
@@ -49,27 +76,24 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("ahead", [(), ("cpu",)], ids=["on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_however_a_part_runs_its_vectors_train_as_with_nodes_of_their_own(run, monkeypatch):
+def test_however_a_part_runs_its_parameters_train_as_with_nodes_of_their_own(run, ahead, monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
     outcomes = []
     for own_nodes in (False, True):
         model = sparsify(Blocks(run), 60, "id3", steps=4)
         if own_nodes:
-            monkeypatch.setattr(type(get_engine(model)), "shared_tap", lambda self, tensor: None)
+            get_engine(model).shared_tap = lambda tensor: None
         descend(model, [torch.randn(5, 8, generator=seeded(seed)) for seed in range(4)])
         outcomes.append((unmasked_sets(model), model.state_dict()))
     assert outcomes[0][0] == outcomes[1][0]
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
 
 
-def test_a_vector_of_odd_size_leaves_the_others_aligned():
-    model = sparsify(nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8), nn.LayerNorm(8)), 9, "id3", steps=4)
-    assert [tensor.name for tensor in get_engine(model).vectors] == ["1.bias", "2.weight", "2.bias", "0.bias"]
-
-
 def test_a_part_that_is_called_by_itself_has_nodes_of_its_own():
     model = sparsify(Blocks(), 40, "id3", steps=4)
     loss = model[1](torch.ones(2, 8)).square().sum()
-    assert taps(loss) == 2  # the norm's weight and bias
+    assert nodes(loss) == 2  # the norm's weight and bias
     loss.backward()
     assert get_engine(model).unmasked == 10
