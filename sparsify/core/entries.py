@@ -28,7 +28,6 @@ class Entries:
         self.offsets = [end - size for end, size in zip(self.ends, sizes, strict=True)]
         self.step = self.updates = 0  # optimizer steps done, and entries updated by them
         self.count, self.counts = 0, [0] * len(self.ends)  # of unmasked entries, in all and of each tensor
-        self._split: list[tuple[Tensor, ...]] | None = None
 
     def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
         """Adds a flat delta and buffers without entries to the root."""
@@ -58,9 +57,9 @@ class Entries:
 
     def of(self, number: int) -> tuple[Tensor, Tensor]:
         """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
-        if self._split is None:
-            self._split = [part.split(self.counts) for part in self.by_tensor]
-        return self._split[0][number], self._split[1][number]
+        first, stop = self.starts[number : number + 2]
+        slots, ids = self.by_tensor
+        return slots[first:stop], ids[first:stop] - self.offsets[number]
 
     def effective(self, values: Tensor | None = None) -> Tensor:
         """Base + delta, the model's or another (capacity,), of all entries (count,), in the order of ``by_tensor``."""
@@ -82,10 +81,8 @@ class Entries:
 
     def _sort(self) -> None:
         ids, slots = self.ids.sort()
-        offsets, counts = upload(self.offsets, ids.device), upload(self.counts, ids.device)
-        # slots and flat indices (count,) of all entries, one tensor after the other, each by ascending index
-        self.by_tensor = slots, ids - offsets.repeat_interleave(counts, output_size=self.count)
-        self._split = None
+        self.by_tensor = slots, ids  # (count,) of all entries, by ascending id, and so one tensor after the other
+        self.starts = [0, *accumulate(self.counts)]  # where each tensor's are among these
 
 
 def count_by_tensor(ids: Tensor, ends: Sequence[int]) -> Tensor:

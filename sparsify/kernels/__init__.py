@@ -36,7 +36,7 @@ def _builds(device: torch.device) -> bool:
         from sparsify.kernels.triton import scatter
 
         written = torch.zeros(1, device=device)
-        scatter([written], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))
+        scatter([written], [0], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))
         if written.item() != 1:
             raise RuntimeError("a kernel wrote nothing")
         slow = "Triton builds up to seven kernels for %s in the first steps, half a second each; it keeps them on disk."

@@ -34,30 +34,32 @@ AT_ONCE = 24 << 20  # bytes of both factors that are transposed together: half o
 
 
 def scatter(
-    weights: Sequence[Tensor], counts: Sequence[int], indices: Tensor, values: Tensor, seen: bool = True
-) -> None:
-    """Writes values (k,) into weights, ``counts`` for each, at flat indices (k,); ``seen``: by version counters."""
-    number = indices.numel()
-    written = [weight for weight, count in zip(weights, counts, strict=True) if count]
+    weights: Sequence[Tensor], offsets: Sequence[int], counts: Sequence[int], ids: Tensor, values: Tensor,
+    seen: bool = True,
+) -> None:  # fmt: skip
+    """Writes values (k,) into weights, ``counts`` for each, at global ids (k,); ``seen``: by version counters."""
+    number = ids.numel()
+    written = [(weight, offset) for weight, offset, count in zip(weights, offsets, counts, strict=True) if count]
     repeats = [count for count in counts if count]
-    for device, dtype in dict.fromkeys((weight.device, weight.dtype) for weight in written):
-        there = [(weight.device, weight.dtype) == (device, dtype) for weight in written]
-        table = [weight.data_ptr() if own else 0 for weight, own in zip(written, there, strict=True)]
+    for device, dtype in dict.fromkeys((weight.device, weight.dtype) for weight, _ in written):
+        there = [(weight.device, weight.dtype) == (device, dtype) for weight, _ in written]
+        first = [weight.data_ptr() - offset * weight.itemsize for weight, offset in written]  # where id 0 would be
+        table = [address if own else 0 for address, own in zip(first, there, strict=True)]
         addresses = upload(table, device).repeat_interleave(upload(repeats, device), output_size=number)
-        bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), indices))
+        bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), ids))
         with torch.cuda.device_of(bits):
             _scatter[(triton.cdiv(number, BLOCK),)](addresses, places, bits, number, block=BLOCK)
-    torch.autograd.graph.increment_version(written if seen else [])
+    torch.autograd.graph.increment_version([weight for weight, _ in written] if seen else [])
 
 
 @triton.jit(do_not_specialize=["number"])
-def _scatter(addresses, indices, values, number, block: tl.constexpr):
+def _scatter(addresses, ids, values, number, block: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     address = tl.load(addresses + entry, mask=entry < number, other=0)
     mine = address != 0  # those of another dtype, or on another device, have their own launch
-    index = tl.load(indices + entry, mask=mine, other=0)
+    id = tl.load(ids + entry, mask=mine, other=0)
     value = tl.load(values + entry, mask=mine, other=0)
-    tl.store(address.to(tl.pointer_type(values.dtype.element_ty)) + index, value, mask=mine)
+    tl.store(address.to(tl.pointer_type(values.dtype.element_ty)) + id, value, mask=mine)
 
 
 def sddmm(left: Tensor, right: Tensor, indices: Tensor) -> Tensor:

@@ -134,16 +134,22 @@ class Joined:
         """Where each tensor's values begin."""
         return [0, *accumulate([tensor.numel for tensor in self.tensors])][:-1]
 
+    @property
+    def _offsets(self) -> list[int]:
+        """What the ids of each tensor's values are greater than their places."""
+        return [tensor.offset - start for tensor, start in zip(self.tensors, self._starts, strict=True)]
+
     @cached_property
     def unmasked(self) -> tuple[Tensor, Tensor]:
         """Slots (k,) of the unmasked entries, and their places in ``values``."""
         entries = self.tensors[0].collector.entries
-        ends, counts = [*accumulate(entries.counts)], [entries.counts[tensor.number] for tensor in self.tensors]
-        slots, indices = entries.by_tensor  # of all tensors, of which these are some
-        before = [ends[tensor.number] - end for tensor, end in zip(self.tensors, accumulate(counts), strict=True)]
-        at, starts = _repeated([before, self._starts], counts, slots.device)
+        counts = [entries.counts[tensor.number] for tensor in self.tensors]
+        slots, ids = entries.by_tensor  # of all tensors, of which these are some
+        ends = [entries.starts[tensor.number + 1] for tensor in self.tensors]
+        before = [end - own for end, own in zip(ends, accumulate(counts), strict=True)]
+        at, offsets = _repeated([before, self._offsets], counts, slots.device)
         at = at + torch.arange(sum(counts), device=slots.device)
-        return slots[at], (indices[at] + starts).to(self.values.device)
+        return slots[at], (ids[at] - offsets).to(self.values.device)
 
     def places(self, indices: Mapping[MaskedTensor, Tensor]) -> Tensor:
         """Where flat indices (n,) of some tensors are in ``values``."""
@@ -161,9 +167,8 @@ class Joined:
         return self._join(whole), self.values, *self._ids()
 
     def _ids(self) -> tuple[int, Tensor | None]:
-        more = [tensor.offset - start for tensor, start in zip(self.tensors, self._starts, strict=True)]
         ids = torch.arange(self.values.numel(), device=self.values.device)
-        return 0, ids.add_(_repeated([more], [tensor.numel for tensor in self.tensors], ids.device)[0])
+        return 0, ids.add_(_repeated([self._offsets], [tensor.numel for tensor in self.tensors], ids.device)[0])
 
 
 class Span(Joined):
@@ -198,11 +203,10 @@ class Span(Joined):
 
     @cached_property
     def unmasked(self) -> tuple[Tensor, Tensor]:
-        first, stop = self.tensors[0].number, self.tensors[-1].number + 1
         entries = self.tensors[0].collector.entries
-        start, number = sum(entries.counts[:first]), sum(entries.counts[first:stop])
-        slots = entries.by_tensor[0][start : start + number]
-        return slots, (entries.ids.take(slots) - self._first).to(self.values.device)
+        first, stop = entries.starts[self.tensors[0].number], entries.starts[self.tensors[-1].number + 1]
+        slots, ids = (part[first:stop] for part in entries.by_tensor)
+        return slots, (ids - self._first).to(self.values.device)
 
     def _ids(self) -> tuple[int, Tensor | None]:
         return self._first, None

@@ -48,7 +48,7 @@ class ModelEntries(Entries):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy's buffers count their writes from 0
-        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen], "_split": None}
+        return {**self.__dict__, "_seen": [(name, buffer, -1) for name, buffer, _ in self._seen]}
 
     def register(self, capacity: int, dtype: torch.dtype, base_dtype: torch.dtype, device: torch.device) -> None:
         super().register(capacity, dtype, base_dtype, device)
@@ -121,9 +121,8 @@ class ModelEntries(Entries):
         return False
 
     def _known_ids(self) -> Tensor:
-        (slots, indices), cpu = self.by_tensor, torch.device("cpu")
-        ids = indices.cpu() + upload(self.offsets, cpu).repeat_interleave(upload(self.counts, cpu))
-        return torch.empty_like(ids).index_copy_(0, slots.cpu(), ids)
+        slots, ids = (part.cpu() for part in self.by_tensor)
+        return torch.empty_like(ids).index_copy_(0, slots, ids)
 
     def problem(self, state: Mapping[str, Any] | None = None) -> str | None:
         """Returns what is wrong with the buffers, or with those of a state dict; ``None`` if nothing is."""

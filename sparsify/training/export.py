@@ -112,13 +112,14 @@ class Exporter:
         key = engine.entries.generation, engine.unmasked, engine.steps, budget, dtypes
         if key == self._key:
             return
-        slots, indices = engine.entries.by_tensor
-        flat = [own_copy(part) for part in (slots, indices, engine.entries.base.index_select(0, slots))]
+        slots, ids = engine.entries.by_tensor
+        flat = [own_copy(part) for part in (slots, ids, engine.entries.base.index_select(0, slots))]
         parts = list(zip(*(part.split(engine.entries.counts) for part in flat), strict=True))
         self._entries = {}
         for tensor in masked:
             among_first = parts[tensor.number][0] < budget
-            indices, base = (part[among_first] for part in parts[tensor.number][1:])
+            ids, base = (part[among_first] for part in parts[tensor.number][1:])
+            indices = ids - tensor.offset
             if indices.numel():
                 if isinstance(tensor, QuantizedTensor):
                     tensor.check_not_cast()

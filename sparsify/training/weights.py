@@ -171,12 +171,12 @@ class EffectiveWeights:
         """Writes them into all weights in one launch; whether autograd's version counters see it."""
         from sparsify.kernels.triton import scatter
 
-        weights, (slots, indices) = [tensor.parameter for tensor in self._tensors], self._entries.by_tensor
-        values = self._entries.effective()
+        entries, values = self._entries, self._entries.effective()
         if not (seen or self.are_sums):  # entries that were unmasked since, and may be masked again, keep their -0.0
-            base = self._entries.base.index_select(0, slots).to(values)
+            base = entries.base.index_select(0, entries.by_tensor[0]).to(values)
             values = base.where((base == 0) & (values == 0), values)
-        scatter(weights, self._entries.counts, indices, values, seen)
+        weights = [tensor.parameter for tensor in self._tensors]
+        scatter(weights, entries.offsets, entries.counts, entries.by_tensor[1], values, seen)
 
     @property
     def are_as_left(self) -> bool:
@@ -302,7 +302,7 @@ def check_trained(step: TrainingStep, call: str) -> None:
 
 def _can_scatter(tensors: Sequence[MaskedTensor]) -> bool:
     """Whether weights can be written to together, by their addresses."""
-    parameters = [tensor.parameter for tensor in tensors]
+    parameters = [tensor.parameter for tensor in tensors if not tensor.is_quantized]
     on_gpu = all(runs_ahead(device) and has_triton(device) for device in {each.device for each in parameters})
-    is_plain = (each.is_contiguous() and not is_shard(each) for each in parameters)
-    return on_gpu and all(is_plain) and not any(tensor.is_quantized for tensor in tensors)
+    is_plain = len(parameters) == len(tensors) and not any(map(is_shard, parameters))
+    return on_gpu and is_plain and all(each.is_contiguous() for each in parameters)
