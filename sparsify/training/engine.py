@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
 from sparsify.training.entries import ModelEntries, SparseValues
-from sparsify.training.forward import Forward, Forwards, groups
+from sparsify.training.forward import Forward, Forwards
 from sparsify.training.plan import Plan
 from sparsify.training.weights import OFFLOADED, EffectiveWeights, check_trained
 
@@ -78,6 +77,7 @@ class Engine(TrainingStep):
         self.compiled = CompiledGraphs(self)
         self._begun: dict[int, tuple[int, int, int]] = {}  # of backward passes: thread, and entries and passes then
         self._compared: set[int] = set()  # the steps, up to two, in which the ranks were found to be alike
+        self.groups: dict[MaskedTensor, list[MaskedTensor]] = {}  # tensors that share a node in the root's forward
         self._forwards = Forwards()
         self.shared_tap = self._forwards.tap
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
@@ -154,11 +154,6 @@ class Engine(TrainingStep):
         return is_fully_sharded(self.root)
 
     # -------------------------------------------------------------------------------- forward
-
-    @cached_property
-    def groups(self) -> dict[MaskedTensor, list[MaskedTensor]]:
-        """The tensors that share a node with others in the root's forward."""
-        return groups(self.tensors)
 
     @property
     def in_forward(self) -> bool:  # type: ignore[override]

@@ -73,9 +73,10 @@ def groups(tensors: Iterable[ModelTensor]) -> dict[MaskedTensor, list[MaskedTens
     for tensor in tensors:
         if tensor.is_parallel or tensor.is_quantized:
             continue
-        if len(tensor.shape) == 1 and is_small(tensor):
-            vectors.append(tensor)
-            found[tensor] = vectors
+        if len(tensor.shape) == 1:
+            if is_small(tensor):
+                vectors.append(tensor)
+                found[tensor] = vectors
         elif isinstance(tensor.owner, MaskedLinearModule) and tensor.numel <= joined.LARGEST_AHEAD:
             if matrices and tensor.offset + tensor.numel - matrices[0].offset > joined.AT_ONCE:
                 matrices = []

@@ -8,6 +8,7 @@ from sparsify.core import install as core
 from sparsify.masked.swap import swap
 from sparsify.training.engine import Engine
 from sparsify.training.export import DeltaSource
+from sparsify.training.forward import groups
 from sparsify.training.optimizer_steps import watch
 from sparsify.training.plan import Plan
 from sparsify.training.quantized import give_up_packed, mark_trainable
@@ -23,6 +24,7 @@ def install(plan: Plan) -> None:
     try:
         with uninterrupted(), torch._C.DisableTorchFunctionSubclass():  # masked parameters are only described here
             core.install(engine, plan.owners, plan.capacity, swap)
+            engine.groups = groups(engine.tensors)
             watch()  # after the hook that counts steps, which asks for those that have begun
             model.register_buffer(SETTINGS, None)
             record_settings(engine)

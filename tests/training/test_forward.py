@@ -46,6 +46,12 @@ def test_all_biases_and_norms_of_a_forward_have_one_node():
     assert nodes(model(x) + model(x)) == 2
 
 
+def test_a_long_bias_has_a_node_with_its_weight(monkeypatch):
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 7)
+    output = sparsify(Blocks(), 40, "id3", steps=4)(torch.randn(5, 8, generator=seeded(1)))
+    assert (nodes(output), nodes(output, "_Linear")) == (6, 3)  # the norms' vectors, and the layers
+
+
 def test_on_a_gpu_matrices_share_nodes_while_they_are_small_and_near(like_a_gpu, monkeypatch):
     monkeypatch.setattr("sparsify.selection.joined.AT_ONCE", 2 * 64 + 24)  # two matrices, and what lies between them
     model = sparsify(Blocks(), 40, "id3", steps=4)
