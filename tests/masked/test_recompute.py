@@ -92,6 +92,15 @@ def test_a_layer_behind_an_activation_keeps_no_input(activation, autocast, place
     assert storage.expired() == (autocast or not is_kept)  # autocast has made another, in the layer's dtype
 
 
+@pytest.mark.parametrize("largest", [64 * IN, 64 * IN - 1])
+def test_behind_a_layer_norm_a_layer_on_a_gpu_keeps_a_small_input(largest, monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
+    monkeypatch.setattr("sparsify.masked.recompute.LARGEST_KEPT", largest)
+    model = sparsify_fully(nn.Sequential(nn.LayerNorm(IN), nn.Linear(IN, OUT)))
+    node = model(torch.randn(64, IN)).grad_fn
+    assert (node._raw_saved_mat1.unpack_hook is None) == (largest == 64 * IN)
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("name", AGAIN)
 def test_in_autocast_the_input_is_made_and_cast_again(h, name):
