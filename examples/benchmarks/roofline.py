@@ -25,8 +25,8 @@ GPUS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
 REACHED = 0.6, 0.8  # of these
 LAUNCH = 6e-6  # seconds of the host
 RANK = 8
-# seconds a layer; ID3's as many more than a static set's as it calls functions more (overhead.py --as-on-a-gpu)
-PYTHON = {"floor": 0.8e-3, "full": 0.8e-3, "lora": 2.0e-3, "static": 1.9e-3, "id3": 2.0e-3}
+# seconds a layer, in the ratios of overhead.py --as-on-a-gpu
+PYTHON = {"floor": 0.9e-3, "full": 0.9e-3, "lora": 2.0e-3, "static": 2.0e-3, "id3": 2.05e-3}
 METHODS = ("floor", "full", "lora", "lora-short", "static", "id3")
 Phase = tuple[float, float, float]  # operations, bytes, operations a second
 
@@ -51,7 +51,7 @@ MODELS = {
         768,
         False,
         [(768, 768, 48), (3072, 768, 12), (768, 3072, 12)],
-        {"floor": 530, "full": 681, "lora": 1267, "static": 565, "id3": 987},
+        {"floor": 530, "full": 681, "lora": 1267, "static": 560, "id3": 945},
     ),
     "Llama-8B, 1 x 4096": Model(
         1,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.common.ranks import num_ranks
 from sparsify.core.devices import runs_ahead
 from sparsify.core.layers import MaskedLinearModule
 from sparsify.core.taps import Taps
@@ -33,7 +32,7 @@ class Forward:
         """Makes a tensor's tap, with those of its group; ``None`` where it has a node of its own, as under FSDP2."""
         device, groups = tensor.parameter.device, self._step.groups
         group: list[MaskedTensor] = []
-        if len(tensor.shape) < 2 or (runs_ahead(device) and num_ranks() == 1):
+        if len(tensor.shape) < 2 or runs_ahead(device):
             group = [own for own in groups.get(tensor, ()) if own in groups and own.parameter.device == device]
         self.taps |= dict.fromkeys([tensor, *group])
         use = self._step.use(group) if group and not self._step.was_sharded else None
