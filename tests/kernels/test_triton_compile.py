@@ -61,7 +61,7 @@ for short in ("fp32", "bf16", "fp16"):
           entries=kernels.ENTRIES, at_once=kernels.TOKENS, share=kernels.SHARE)
 build(kernels._cut, CANDIDATES, **CUT)
 for bits in ("i16", "i32", "i64"):
-    types = {"addresses": "*i64", "indices": "*i64", "values": "*" + bits}
+    types = {"addresses": "*i64", "ids": "*i64", "values": "*" + bits}
     build(kernels._scatter, types, block=kernels.BLOCK)
 print(f"all compiled by Triton {triton.__version__}")
 """
