@@ -183,7 +183,8 @@ class Span(Joined):
         first, stop = min(self._first, tensor.offset), max(self._stop, tensor.offset + tensor.numel)
         if self.gradients and stop - first > AT_ONCE:
             return False
-        self.gradients[tensor] = gradient.dense().values.reshape(-1)
+        dense = gradient.dense()  # what a group's node got is of linear layers, which share it with nothing
+        self.gradients[tensor] = (dense if tensor in tensor.collector.groups else dense.own()).values.reshape(-1)
         self._first, self._stop = first, stop
         return True
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.core.gradients import Gradient
+from sparsify.core.gradients import DenseGradient, Gradient
 from sparsify.core.layers import autocast_dtype
 from sparsify.core.module import masked_tensors
 from sparsify.core.step import TrainingStep
@@ -124,8 +124,9 @@ class CompiledGraphs:
         use = uses.pop() if uses else Use([tensor], self._step.root_anchor())
 
         def own(tensor: Any) -> Gradient:
-            is_held = tensor.waiting or is_small(tensor)  # and a compiled graph uses its buffers again
-            return gradient().dense().own() if is_held else gradient()
+            made = gradient()  # a compiled graph uses its buffers again
+            is_held = tensor.waiting or is_small(tensor) or isinstance(made, DenseGradient)
+            return made.dense().own() if is_held else made
 
         use.collect(device, own)
 

@@ -65,3 +65,11 @@ def test_an_expert_that_gets_no_tokens_keeps_its_values_where_the_weights_alone_
     descend(model, [torch.ones(3, 4)])
     assert model[1].indices.numel()
     assert model[1].weight.equal(before)
+
+
+def test_a_matrix_that_waits_for_its_neighbours_has_memory_of_its_own_unless_a_linear_layer_alone_has_read_it():
+    tensor, _ = get_engine(sparsify(nn.Conv1d(3, 2, 1), 4, "random")).tensors
+    span, values = Span(), torch.ones(2, 3)
+    span.take(tensor, DenseGradient(values, owned=False))
+    values.zero_()  # as a compiled graph may, which uses its buffers again
+    assert span.values.all()
