@@ -148,7 +148,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Each version's mean reward, and the bytes that it took to send it."""
     print(f"all weights: {sum(parameter.nbytes for parameter in model.parameters()):,} bytes")
-    model = sparsify(model.train(), options.budget, steps=options.steps, schedule="early")
+    model = sparsify(model.train(), options.budget, "id3", steps=options.steps, schedule="early")
     optimizer = torch.optim.AdamW([model.sparse_values], options.lr, weight_decay=0)
     publisher, tasks, rng, curve = DeltaPublisher(model), find_tasks(options.tasks), random.Random(0), []
     update = publisher.snapshot()

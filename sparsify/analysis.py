@@ -144,7 +144,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
     Example:
         >>> from sparsify import sparsify
         >>> _ = torch.manual_seed(0)
-        >>> model = sparsify(nn.Linear(4, 2), budget=6, steps=3)
+        >>> model = sparsify(nn.Linear(4, 2), budget=6, strategy="id3", steps=3)
         >>> optimizer = torch.optim.SGD([model.sparse_values], lr=0.1)
         >>> for _ in range(3):
         ...     model(torch.ones(1, 4)).square().sum().backward()

@@ -14,6 +14,7 @@ from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
 from sparsify.selection.static import Calibration, LossFunction, check_new, find_given, select_static, zero_others
 from sparsify.strategies import strategy as strategies
+from sparsify.strategies.default import recommend
 from sparsify.strategies.strategy import Given, Prune, Static, Strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
@@ -28,8 +29,8 @@ from sparsify.training.weights import BaseWeights, Model
 
 
 def sparsify(
-    model: Model, budget: int | float | None, strategy: str | Strategy | Mapping[str, Tensor] = "id3", *,
-    steps: int | None = None, schedule: str | Schedule = "uniform",
+    model: Model, budget: int | float | None, strategy: str | Strategy | Mapping[str, Tensor] | None = None, *,
+    steps: int | None = None, schedule: str | Schedule | None = None,
     target_modules: Pattern = None, exclude_modules: Pattern = None, modules_to_save: list[str] | None = None,
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None,
     calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
@@ -48,12 +49,13 @@ def sparsify(
             the strategy says how many (``"bitfit"``, ``"full"``, a given set).
         strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``, ``"d3-repeat"``,
             ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
-            masks, or flat indices.
+            masks, or flat indices. ``None``: what has trained best on such models, among the entries of linear layers:
+            ``"random"`` for a causal language model, ``"id3"`` with the schedule ``"early"`` for others and adapters.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.
         schedule: how the unmasked set grows: ``"uniform"``, the paper's, by the same number at every step; ``"early"``,
             the same within the first fifth of the steps, so that every entry is trained for long; ``"linear"``,
-            ``"cubic"``, ``"cosine"``, or a :class:`Schedule`.
+            ``"cubic"``, ``"cosine"``, or a :class:`Schedule`. Default: ``"uniform"`` for a strategy that is named.
         target_modules: narrows the candidates, as in PEFT: a list matches the ends of module names, a string is a
             regular expression for the whole name, ``"all-linear"`` every linear layer but the head. What is not
             targeted is frozen. A quantized weight, which cannot require grad, is a candidate only if this names its
@@ -83,8 +85,10 @@ def sparsify(
     Source: the paper's Algorithm 1, for ``strategy="id3"``.
     """
     check_model(model)
+    if strategy is None:
+        strategy, schedule, target_modules = recommend(model, schedule, target_modules, modules_to_save)
     strategy = strategy if strategy == "full" else strategies.resolve_strategy(strategy)
-    schedule = strategies.resolve_schedule(schedule)
+    schedule = strategies.resolve_schedule("uniform" if schedule is None else schedule)
     strategies.check_steps(steps)
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save, trainable_token_indices)

@@ -1,11 +1,14 @@
 """From a base's name and a delta to the model: the same logits, bit for bit, or an error that says what to do."""
 
+import copy
 import json
 import logging
+import shutil
 import warnings
 
 import pytest
 import torch
+import transformers as hf
 from limits import needs_limits, within_limits
 from models import build, train
 from requirements import needs_transformers_5
@@ -20,7 +23,7 @@ LABELS = {0: "no", 1: "maybe", 2: "yes", 3: "so-so"}
 
 def trained(model, batches):
     new_head = ["classifier"] if hasattr(model, "classifier") else None
-    train(sparsify(model, 40, steps=2, modules_to_save=new_head), batches[:2])
+    train(sparsify(model, 40, "id3", steps=2, modules_to_save=new_head), batches[:2])
     delta = SparseDelta.from_model(model)
     return delta, logits(desparsify(model).eval(), batches)
 
@@ -32,21 +35,26 @@ def logits(model, batches):
         return model(**inputs).logits
 
 
-@pytest.fixture
-def pretrained(tmp_path):
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
     model, batches = build("bert")
-    BertForMaskedLM(model.config).save_pretrained(tmp_path / "other")
-    model.bert.save_pretrained(tmp_path / "base")
-    return tmp_path / "base", batches
+    folder = tmp_path_factory.mktemp("models") / "base"
+    model.bert.save_pretrained(folder)
+    return folder, batches
+
+
+@pytest.fixture(scope="module")
+def made(pretrained):
+    torch.manual_seed(1)
+    model = BertForSequenceClassification.from_pretrained(pretrained[0], num_labels=4, id2label=LABELS)
+    return trained(model, pretrained[1])
 
 
 @pytest.fixture
-def classifier(pretrained):
+def classifier(pretrained, made, tmp_path):
     """The base's folder, a delta with a new head of four named labels, batches, and the trained model's logits."""
     base, batches = pretrained
-    torch.manual_seed(1)
-    model = BertForSequenceClassification.from_pretrained(base, num_labels=4, id2label=LABELS)
-    return base, *trained(model, batches), batches
+    return shutil.copytree(base, tmp_path / "base"), copy.deepcopy(made[0]), made[1], batches
 
 
 def test_a_classifier_with_a_new_head_has_equal_logits(classifier, tmp_path):
@@ -74,24 +82,23 @@ def test_a_head_of_another_size_that_is_trained_within_the_budget_is_in_the_delt
     if base != "base":
         BertForSequenceClassification.from_pretrained(pretrained[0], num_labels=2).save_pretrained(folder)
     options = {"num_labels": labels, "ignore_mismatched_sizes": True}
-    model = sparsify(BertForSequenceClassification.from_pretrained(folder, **options), 40, steps=2)
+    model = sparsify(BertForSequenceClassification.from_pretrained(folder, **options), 40, "id3", steps=2)
     train(model, [{**batch, "labels": 0 * batch["labels"] + (0.5 if labels == 1 else 0)} for batch in batches[:2]])
     assert torch.equal(
         logits(load_model(folder, SparseDelta.from_model(model)), batches), logits(model.eval(), batches)
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "bfloat16"), ("llama", "float32"), ("t5", "bfloat16")])
 def test_a_language_model_has_equal_logits_in_the_dtype_of_training(tmp_path, name, dtype):
-    model, batches = build(name, dtype=torch.float32)
+    model, batches = build(name)
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base", dtype=dtype).train()
     if name == "t5":
         batches = [{**batch, "decoder_input_ids": batch["labels"]} for batch in batches]
     delta, expected = trained(model, batches)
     loaded = load_model(tmp_path / "base", delta)
-    assert loaded.dtype == dtype
+    assert loaded.dtype == getattr(torch, dtype)
     assert torch.equal(logits(loaded, batches), expected)
     assert delta.config["model_config"] == {}
 
@@ -133,6 +140,7 @@ def test_another_dtype_is_a_reason_to_warn_and_a_head_that_the_delta_brings_is_n
 def test_a_wrong_base_and_tensors_that_nobody_has_are_refused_rather_than_drawn_at_random(classifier, tmp_path):
     _, delta, *_ = classifier  # trained with the base's pooler, which a masked language model lacks
     build("bert", seed=5)[0].bert.save_pretrained(tmp_path / "wrong")
+    BertForMaskedLM(build("bert")[0].config).save_pretrained(tmp_path / "other")
     with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
         load_model(tmp_path / "wrong", delta)
     with pytest.raises(BaseMismatchError, match=r"tensor `bert.pooler.dense.bias` \(2 in all\) is neither in the base"):
@@ -147,9 +155,8 @@ RECORDS = [
     ("architecture", None, r"does not record which class it was trained in: pass `model_class=...`"),
     (BASE, None, r"does not record its base.*pass the base's id on the hub or its folder"),
     (BASE, "nowhere/at-all", r"cannot load the base `nowhere/at-all` as .*id on the hub or its folder"),
-    (BASE, "/no/such/folder", r"cannot load the base `/no/such/folder` as .*id on the hub or its folder"),
 ]
-for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", "os.system", "", 5, ["BertModel"]):
+for name in ("MyOwn", "PreTrainedModel", "BertConfig", "models", ["BertModel"]):
     RECORDS.append(("architecture", name, r"which is no model class of transformers: pass `model_class=...`"))
 
 
@@ -195,21 +202,18 @@ def test_a_config_from_before_there_were_model_types_is_of_any_family(classifier
 
 
 def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
-    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
-
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     text, vision = {**sizes, "vocab_size": 9}, {**sizes, "image_size": 4, "patch_size": 2}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=4)).save_pretrained(tmp_path)
+    hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=4)).save_pretrained(tmp_path)
     for name in ("CLIPTextModel", "CLIPModel"):
         assert type(load_model(tmp_path, SparseDelta({}, {}, {"architecture": name}))).__name__ == name
-    assert type(load_model(tmp_path, SparseDelta({}), model_class=CLIPTextModel)) is CLIPTextModel
+    assert type(load_model(tmp_path, SparseDelta({}), model_class=hf.CLIPTextModel)) is hf.CLIPTextModel
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (lambda config: config.update(hidden_act="zzz"), "BertModel"),
-        (lambda config: config.update(num_attention_heads=0), "BertModel"),
         (lambda config: config.update(dtype="zzz"), "BertModel"),
         pytest.param(lambda config: None, "BertPreTrainedModel", marks=of_version_5),
     ],
@@ -221,7 +225,7 @@ def test_what_transformers_cannot_build_is_an_error_of_ours(classifier, change, 
         load_model(base, SparseDelta({}, {}, {"architecture": name}), dtype="auto")
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("text", [b"[]", b"[" * 100_000, b"\xff"])
 def test_a_broken_config_of_a_base_is_an_error_of_ours(classifier, text):
     base, delta, *_ = classifier
     (base / "config.json").write_bytes(text)

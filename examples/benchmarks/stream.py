@@ -92,7 +92,7 @@ def measure(shape: str, density: float, growing: int, number: int, rounds: int, 
     model = build(SHAPES[shape], torch.bfloat16)
     budget = round(density * sum(parameter.numel() for parameter in model.parameters()))
     followers = [at_once(server.accept()[0]) for _ in processes]
-    trainer = Trainer(sparsify(model, budget, steps=1), followers, later=growing * (rounds + 1))
+    trainer = Trainer(sparsify(model, budget, "id3", steps=1), followers, later=growing * (rounds + 1))
     same = {"followers": number, "entries": budget}
     results: list[dict[str, Any]] = [{"method": name, **same, **{part: [] for part in PARTS}} for name in METHODS]
     for turn in range(rounds + 1):

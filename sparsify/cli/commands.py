@@ -22,6 +22,7 @@ from sparsify.delta.entries import StrPath, TensorDelta
 from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
 from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
+from sparsify.delta.peft_files import read_adapter
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError, printable
 
@@ -40,7 +41,7 @@ def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For pr
     Example: sparsify info my-delta
     """
     loaded = SparseDelta.load(delta)
-    file = None if is_training_checkpoint(delta) else find_file(delta)
+    file = _find_file(delta)
     size = file.stat().st_size if file else len(to_bytes(loaded.tensors, loaded.whole, loaded.config)[0])
     if json:
         payload = {"bytes": size, "payload_sha256": file and payload_hash(file)}
@@ -60,7 +61,7 @@ def verify(delta: Delta, base: Base) -> None:
     """
     report = SparseDelta.load(delta).check(base)
     print(printable(report))
-    print(f"payload: {_payload_text(None if is_training_checkpoint(delta) else find_file(delta))}")
+    print(f"payload: {_payload_text(_find_file(delta))}")
     if not report.verified:
         raise SparsifyError("not verified: the values of the base were not all compared with those of the training.")
 
@@ -163,10 +164,15 @@ def parse_weights(text: str, count: int) -> list[float]:
     raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
 
 
+def _find_file(delta: str) -> Path | None:
+    """A delta's own file; ``None`` for what has it inside: a checkpoint in training, or an adapter of PEFT."""
+    return None if is_training_checkpoint(delta) or read_adapter(delta) is not None else find_file(delta)
+
+
 def _payload_text(file: Path | None) -> str:
     """Whether the values and indices of a file that was loaded are those that were written."""
     if file is None:
-        return "of a checkpoint in training, which has no hash of it; from-checkpoint makes a delta's file of it"
+        return "of a checkpoint or an adapter, which has no hash of it; SparseDelta.save() makes a delta's file of it"
     if (sha256 := payload_hash(file)) is None:
         return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
     return f"as it was written (SHA-256 {sha256})"

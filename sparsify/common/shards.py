@@ -23,7 +23,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def is_shard(parameter: Tensor) -> bool:
+def is_shard(parameter: Tensor | type[Tensor]) -> bool:
     return hasattr(parameter, "to_local")
 
 

@@ -169,7 +169,9 @@ def tap_gradient(grad: Tensor) -> DenseGradient:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Views a tensor of any shape as (rows, cols): its last dimension is kept, a vector or a scalar is one row."""
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor.reshape(1, -1)
 
 
 def sum_rows(rows: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> DenseGradient:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsify.core.layers import MaskedEmbedding, MaskedLinear
-from sparsify.core.module import TENSORS, MaskedModule
+from sparsify.core.module import PLAIN, TENSORS
 from sparsify.core.optimizer import LISTENING, listen
 from sparsify.core.step import TrainingStep
 from sparsify.core.taps import ReadParameters
@@ -62,6 +62,7 @@ def mark(
     module.__dict__[TENSORS] = tensors
     module.__dict__["_parameters"] = parameters(module._parameters, dict(tensors))
     if masked is not None:
+        module.__dict__[PLAIN] = type(module)
         module.__class__ = masked
 
 
@@ -69,8 +70,7 @@ def unmark(module: nn.Module) -> None:
     """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
     if TENSORS not in module.__dict__:
         return
-    if isinstance(module, MaskedModule):
-        module.__class__ = module.plain_class  # type: ignore[assignment]
+    module.__class__ = module.__dict__.pop(PLAIN, type(module))
     parameters: Any = module._parameters  # ReadParameters
     module.__dict__["_parameters"] = parameters.plain()
     del module.__dict__[TENSORS]

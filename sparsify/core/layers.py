@@ -48,13 +48,9 @@ class MaskedLinearModule(MaskedModule):
 class MaskedLinear(MaskedLinearModule, nn.Linear):
     """An ``nn.Linear`` whose frozen weight and bias are trained at their unmasked entries; made in place."""
 
-    plain_class = nn.Linear
-
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):
     """An ``nn.Embedding`` whose frozen table is trained at its unmasked entries; ``padding_idx`` is no candidate."""
-
-    plain_class = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows (..., dim) of the table for ids (...)."""

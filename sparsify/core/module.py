@@ -1,7 +1,7 @@
 """The base of all masked modules: their masked parameters, the uses of these in a forward, and views of them."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.errors import SparsifyError
 
 NOTHING = nullcontext()  # a context
+PLAIN = "_plain_class"  # attribute of a module: the class that it had before it got a masked one
 TENSORS = "_masked_tensors"  # attribute of a module: its masked parameters by attribute name
 SWAPPED = "torch.__future__.set_swap_module_params_on_conversion(True): set it to False, or convert before sparsify()."
 
@@ -44,7 +45,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 class MaskedModule(nn.Module):
     """A module that shows which entries of its ``weight`` are trained."""
 
-    plain_class: ClassVar[type[nn.Module]]
     weight: Any
     _masked_tensors: dict[str, MaskedTensor]  # TENSORS
 

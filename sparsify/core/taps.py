@@ -4,6 +4,7 @@ A tap is the identity; its node receives the whole gradient of a parameter, or t
 them to ``collect``. In the model's forward each read of ``module.weight`` makes one, or has its part of a shared one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ CHANGED = (
 
 class Taps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, use: Use, root: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, use: Use, root: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        return tuple(own.view_as(own) for own in values)
+        return tuple([own.view_as(own) for own in values])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -31,7 +32,7 @@ class Taps(torch.autograd.Function):
         ctx.use.unread = ctx.use.tensors if not found else [own for own in ctx.use.tensors if own not in found]
         device = next(iter(found.values()), ctx.use.root).device
         ctx.use.collect(device, lambda tensor: tensor.gradient(found[tensor]))
-        return (None,) * (2 + len(grads))
+        return None, None, None
 
 
 def tap(parameter: Any, tensor: MaskedTensor) -> Any:
@@ -41,7 +42,7 @@ def tap(parameter: Any, tensor: MaskedTensor) -> Any:
         use = tensor.collector.use([tensor])
         with torch._C.DisableTorchFunctionSubclass():  # of masked/parameters.py
             read = parameter.detach()
-        read = read if use is None else Taps.apply(use, use.root, read)[0]
+        read = read if use is None else Taps.apply(use, use.root, [read])[0]
     read._is_param = read.is_tap = True  # to isinstance(), as get_parameter() asks; and to __setitem__()
     return read
 

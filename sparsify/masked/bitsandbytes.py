@@ -12,13 +12,9 @@ from sparsify.masked.quantized import MaskedQuantizedLinear
 class MaskedLinear8bitLt(MaskedQuantizedLinear, Linear8bitLt):
     """A ``Linear8bitLt`` that is trained at its unmasked entries."""
 
-    plain_class = Linear8bitLt
-
 
 class MaskedLinear4bit(MaskedQuantizedLinear, Linear4bit):
     """A ``Linear4bit`` (NF4, FP4) that is trained at its unmasked entries."""
-
-    plain_class = Linear4bit
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Compares the weight's scales, which bitsandbytes saves but does not load."""
@@ -34,16 +30,4 @@ class MaskedLinear4bit(MaskedQuantizedLinear, Linear4bit):
                 error_msgs.append(f"{problem}: {remedy}")
 
 
-class MaskedLinearNF4(MaskedLinear4bit, LinearNF4):
-    """A ``LinearNF4`` that is trained at its unmasked entries."""
-
-    plain_class = LinearNF4
-
-
-class MaskedLinearFP4(MaskedLinear4bit, LinearFP4):
-    """A ``LinearFP4`` that is trained at its unmasked entries."""
-
-    plain_class = LinearFP4
-
-
-MASKED = {kind.plain_class: kind for kind in (MaskedLinear4bit, MaskedLinearNF4, MaskedLinearFP4, MaskedLinear8bitLt)}
+MASKED = {Linear8bitLt: MaskedLinear8bitLt, **dict.fromkeys((Linear4bit, LinearNF4, LinearFP4), MaskedLinear4bit)}

@@ -8,4 +8,4 @@ from sparsify.core.layers import MaskedLinearModule
 class MaskedConv1D(MaskedLinearModule, Conv1D):
     """A transformers ``Conv1D`` whose frozen weight and bias are trained at their unmasked entries."""
 
-    plain_class, transposed = Conv1D, True
+    transposed = True

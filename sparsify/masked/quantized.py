@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsify.common.quantized import QuantizedWeight, quantized_weight
 from sparsify.core.devices import put
@@ -101,8 +101,6 @@ class MaskedQuantizedLinear(MaskedModule):
 
 class MaskedPackedLinear(MaskedQuantizedLinear, MaskedLinear):
     """An ``nn.Linear`` with torchao's weight that is trained at its unmasked entries."""
-
-    plain_class = nn.Linear
 
 
 def _quantized_linear(module: Any, x: Tensor) -> Tensor:

@@ -60,8 +60,6 @@ class MaskedLayerNorm(MaskedModule, nn.LayerNorm):
     Not under FSDP2, which may have freed the norm's weight when a layer in another block computes its input again.
     """
 
-    plain_class = nn.LayerNorm
-
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
         if torch.compiler.is_dynamo_compiling() or output.grad_fn is None:

@@ -27,8 +27,6 @@ _LOCAL = ("EpDispatchExpertsParallel", "MoeExpertsParallel")  # or with what the
 class MaskedParameterList(MaskedModule, nn.ParameterList):
     """An ``nn.ParameterList`` whose reads are taps, and whose slices hold them: a plain slice would detach them."""
 
-    plain_class = nn.ParameterList
-
     def __setitem__(self, idx: int, param: Any) -> None:
         if isinstance(param, Tensor) and (not param.is_leaf or torch.compiler.is_dynamo_compiling()):
             self._parameters[self._get_abs_string_index(idx)] = param  # type: ignore[assignment]

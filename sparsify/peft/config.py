@@ -13,6 +13,7 @@ from sparsify.adapters.extensions import as_json
 from sparsify.core.schedule import Schedule
 from sparsify.delta.peft_files import PEFT_TYPE
 from sparsify.errors import SparsifyError
+from sparsify.strategies.default import recommend
 from sparsify.strategies.strategy import Strategy, resolve_schedule, resolve_strategy
 from sparsify.strategies.targets import ALL_LINEAR, match_modules
 
@@ -30,10 +31,11 @@ class SparseConfig(PeftConfig):
 
     ``task_type``, ``inference_mode``, ``revision``, ``layers_to_transform``, ``layers_pattern`` and ``modules_to_save``
     are PEFT's; the other arguments are those of :func:`sparsify.sparsify`. Without ``target_modules``, candidates are
-    all parameters that require grad, or linear layers with ``layers_to_transform``; those that it names may be frozen.
+    all parameters that require grad, or only those of linear layers, with ``layers_to_transform`` and where no strategy
+    is given; those that it names may be frozen.
 
     Args:
-        strategy: the name of a preset, a ``Strategy``, or what its ``to_dict()`` gives.
+        strategy: the name of a preset, a ``Strategy``, what its ``to_dict()`` gives, or ``None``.
         budget_pattern: budgets for modules of their own, as LoRA's ``rank_pattern``: ``{"q_proj": 1000, "mlp": 0.001}``
             gives each module whose name ends so this number, or this share of its entries; all others share ``budget``.
         schedule: a name, a ``Schedule``, or its fields as a dict.
@@ -50,8 +52,8 @@ class SparseConfig(PeftConfig):
     """
 
     budget: int | float | None = None
-    strategy: str | dict[str, Any] = "id3"
-    schedule: str | dict[str, Any] = "uniform"
+    strategy: str | dict[str, Any] | None = None
+    schedule: str | dict[str, Any] | None = None
     steps: int | None = None
     budget_pattern: dict[str, int | float] | None = None
     target_modules: list[str] | str | None = None
@@ -78,7 +80,7 @@ class SparseConfig(PeftConfig):
             raise SparsifyError(f'{given}; expected a list of names there, as in target_modules=["q_proj", "v_proj"].')
         self.lora = None if self.lora is None else _checked(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
-            self._resolve()
+            self._resolve("id3" if self.strategy is None else self.strategy, self.schedule)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings in JSON types, without the calibration."""
@@ -87,9 +89,14 @@ class SparseConfig(PeftConfig):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of ``sparsify()`` for a model."""
-        strategy, schedule = self._resolve()
-        targets = self.target_modules
-        if self.layers_to_transform is not None or (self.lora and targets not in (None, ALL_LINEAR)):
+        given: Any = self.strategy
+        targets: Any = self.target_modules
+        schedule: Any = self.schedule
+        if given is None:
+            given, schedule, linear = recommend(model, schedule, targets, None)
+            targets = linear if self.layers_to_transform is None else targets
+        strategy, resolved = self._resolve(given, schedule)
+        if self.layers_to_transform is not None or (self.lora and self.target_modules not in (None, ALL_LINEAR)):
             names = [name for name, _ in model.named_modules() if targets and check_target_module_exists(self, name)]
             if targets is None:  # PEFT asks for no layer of a module that is named in full
                 own = replace(self, target_modules=["weight"])
@@ -103,21 +110,20 @@ class SparseConfig(PeftConfig):
             targets = "|".join(map(re.escape, inner))  # of layers that LoRA has wrapped
         same = {name: getattr(self, name) for name in _SAME}
         dense = ["lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"] if self.lora else None
-        return {**same, "strategy": strategy, "schedule": schedule, "target_modules": targets, "modules_to_save": dense}
+        return {**same, "strategy": strategy, "schedule": resolved, "target_modules": targets, "modules_to_save": dense}
 
-    def _resolve(self) -> tuple[Strategy, Schedule]:
-        if self.strategy == "full":
+    def _resolve(self, given: Any, schedule: Any) -> tuple[Strategy, Schedule]:
+        if given == "full":
             raise SparsifyError('strategy "full" trains every entry, which is no adapter; leave PEFT out.')
-        strategy = Strategy.from_dict(self.strategy) if isinstance(self.strategy, dict) else self.strategy
-        schedule = Schedule(**self.schedule) if isinstance(self.schedule, dict) else self.schedule
-        strategy = resolve_strategy(strategy)
+        strategy = resolve_strategy(Strategy.from_dict(given) if isinstance(given, dict) else given)
         if self.budget_pattern:
             if getattr(strategy.selection, "allocation", None) != "global":
                 problem = f"budget_pattern={self.budget_pattern!r} with {strategy.selection}"
                 raise SparsifyError(f"{problem}; expected Increment() or Static(), which divide no budget themselves.")
             selection: Any = replace(strategy.selection, allocation=self.budget_pattern)  # type: ignore[type-var]
             strategy = replace(strategy, selection=selection)
-        return strategy, resolve_schedule(schedule)
+        schedule = Schedule(**schedule) if isinstance(schedule, dict) else schedule
+        return strategy, resolve_schedule("uniform" if schedule is None else schedule)
 
 
 def _checked(lora: Any) -> Any:

@@ -54,13 +54,13 @@ def find_targets(
     if isinstance(modules_to_save, str):
         raise SparsifyError(f"modules_to_save={modules_to_save!r}; expected a list, as in [{modules_to_save!r}].")
     modules = dict(model.named_modules())
-    to_save = _with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
-    excluded = _with_children(match_modules(model, exclude_modules, "exclude_modules"), modules)
+    to_save = with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
+    excluded = with_children(match_modules(model, exclude_modules, "exclude_modules"), modules)
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
     dense = to_save | {name for name in modules if PEFT_SAVED in name.split(".")}
     targeted -= excluded | dense
     rows = _find_rows(model, token_indices, modules, dense)
-    takes_quantized = target_modules is not None and not _is_peft(modules)
+    takes_quantized = target_modules is not None and not is_peft(modules)
     owners: dict[nn.Parameter, list[Owner]] = defaultdict(list)
     for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
@@ -88,7 +88,7 @@ def find_targets(
         raise SparsifyError(_nothing_left(owners, target_modules))
     if target_modules is not None:
         _warn_of_frozen({name for name in targeted if modules[name]._parameters}, candidates)
-    elif quantized and not _is_peft(modules):
+    elif quantized and not is_peft(modules):
         _warn_of_quantized(quantized, owners)
     return Targets(tuple(candidates), saved, frozen)
 
@@ -191,7 +191,7 @@ def _is_end(suffix: str, name: str) -> bool:
     return f".{name}".endswith(f".{suffix}")
 
 
-def _with_children(parents: Iterable[str], names: Iterable[str]) -> set[str]:
+def with_children(parents: Iterable[str], names: Iterable[str]) -> set[str]:
     prefixes = tuple(f"{parent}." for parent in parents)
     return {name for name in names if f"{name}.".startswith(prefixes)}
 
@@ -208,5 +208,5 @@ def _no_match(argument: str, pattern: str, names: Iterable[str], *, is_regex: bo
     return f"{argument}: {pattern!r} matches no module of the model; expected (the end of) a module's name.{hint}"
 
 
-def _is_peft(modules: Mapping[str, nn.Module]) -> bool:
+def is_peft(modules: Mapping[str, nn.Module]) -> bool:
     return any(hasattr(module, "peft_config") or hasattr(module, "base_layer") for module in modules.values())

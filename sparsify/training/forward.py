@@ -37,7 +37,7 @@ class Forward:
         self.taps |= dict.fromkeys([tensor, *group])
         use = self._step.use(group) if group and not self._step.was_sharded else None
         if use is not None:
-            taps: Any = Taps.apply(use, use.root, *[own.parameter for own in use.tensors])
+            taps: Any = Taps.apply(use, use.root, [own.parameter for own in use.tensors])
             for own, tap in zip(use.tensors, taps, strict=True):
                 self.taps[own] = tap
                 tap.is_tap = True  # for core/taps.py

@@ -19,9 +19,9 @@ DATASETS = "4.4.2"  # transformers' Trainer imports whatever it finds; later one
 MAIN = [
     "adapters/test_adapters.py", "behaviour/test_architectures.py", "behaviour/test_end_to_end.py",
     "behaviour/test_loops.py", "delta/test_conversion.py", "delta/test_diff.py", "delta/test_hub.py",
-    "delta/test_merge.py", "delta/test_patches.py", "delta/test_peft_files.py", "delta/test_reader.py",
-    "integrations/test_trainer.py", "integrations/test_trainer_checkpoints.py", "masked/test_linear.py",
-    "strategies/test_targets.py", "test_loading.py", "training/test_new_parameters.py", "training/test_state.py",
+    "delta/test_merge.py", "delta/test_peft_files.py", "integrations/test_trainer.py",
+    "integrations/test_trainer_checkpoints.py", "masked/test_linear.py", "strategies/test_targets.py",
+    "test_loading.py", "training/test_new_parameters.py", "training/test_state.py",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow

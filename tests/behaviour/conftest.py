@@ -1,8 +1,23 @@
-"""The experiments of `examples` read the rows of a test's ``FILES``."""
+"""The examples: their scripts are imported by name, their experiments read the rows of a test's ``FILES``."""
 
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Imports a script by name; afterwards all of them are forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module
+    for path in EXAMPLES.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def logits(model):
 @pytest.mark.parametrize(("options", "resizing"), WAYS.values(), ids=WAYS)
 def test_a_delta_of_a_resized_model_goes_onto_its_base_in_every_way(name, options, resizing, tmp_path):
     added = Added(tmp_path, name)
-    model = train(sparsify(added.load(1, **resizing), 50, steps=STEPS, **options))
+    model = train(sparsify(added.load(1, **resizing), 50, "id3", steps=STEPS, **options))
     assert summary(model, verify=True).verification.ok
     delta, size = SparseDelta.from_model(model), model.config.vocab_size
     assert set(delta.whole) >= added.names
@@ -88,7 +88,7 @@ def test_a_delta_of_a_resized_model_goes_onto_its_base_in_every_way(name, option
 
 def test_a_resumed_run_and_a_subscriber_have_the_new_rows(tmp_path):
     added = Added(tmp_path)
-    whole, half, other = (sparsify(added.load(seed), 50, steps=4, **LINEAR) for seed in (1, 1, 2))
+    whole, half, other = (sparsify(added.load(seed), 50, "id3", steps=4, **LINEAR) for seed in (1, 1, 2))
     other.load_state_dict(copy.deepcopy(trained_state(train(half, 2))))
     assert torch.equal(logits(train(other, 2)), logits(train(whole, 4)))
     subscriber = DeltaSubscriber(added.load(3))
@@ -97,7 +97,7 @@ def test_a_resumed_run_and_a_subscriber_have_the_new_rows(tmp_path):
 
 
 def test_a_model_that_is_resized_after_sparsify_is_named(tmp_path):
-    model = sparsify(Added(tmp_path).load(0, OLD), 50, steps=STEPS, **LINEAR)
+    model = sparsify(Added(tmp_path).load(0, OLD), 50, "id3", steps=STEPS, **LINEAR)
     model.resize_token_embeddings(OLD + 2)
     with pytest.warns(UserWarning, match="lm_head.weight were resized after sparsify"):
         SparseDelta.from_model(train(model))
@@ -147,4 +147,4 @@ def test_rows_of_chosen_tokens_are_trained_whole_in_addition_to_the_budget(name,
 def test_tokens_that_cannot_be_trained_are_refused(tokens, options, message, tmp_path):
     model = Added(tmp_path, "tied").load(0, OLD)
     with pytest.raises(SparsifyError, match=message):
-        sparsify(model, **{"budget": 50, "steps": STEPS, **options}, trainable_token_indices=tokens)
+        sparsify(model, **{"budget": 50, "strategy": "id3", "steps": STEPS, **options}, trainable_token_indices=tokens)

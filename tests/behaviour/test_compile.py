@@ -87,17 +87,11 @@ def test_a_whole_model_is_one_graph_and_the_oracle(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "mode"),
-    [
-        ("mlp", torch.float32, None),
-        ("mlp", torch.float32, "reduce-overhead"),  # with CUDA graphs
-        pytest.param("bert", torch.float32, None, marks=slow),
-        pytest.param("bert", torch.float64, None, marks=slow),
-    ],
+    ("name", "mode"),
+    [("mlp", None), ("mlp", "reduce-overhead"), pytest.param("bert", None, marks=slow)],  # with CUDA graphs
 )
-def test_the_default_backend_is_the_oracle(name, dtype, mode):
-    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
-    compare(*built(name, dtype), lambda model: torch.compile(model, mode=mode), tolerance=tolerance)
+def test_the_default_backend_is_the_oracle(name, mode):
+    compare(*built(name, torch.float32), lambda model: torch.compile(model, mode=mode), tolerance=1e-5)
     assert counters["stats"]["unique_graphs"] == PRELUDE + 1
     assert not graph_breaks()
 
@@ -114,7 +108,7 @@ def test_the_trainers_torch_compile_is_what_it_is_without(tmp_path):
     models = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         model, _ = built("bert", torch.float32)
-        models.append(sparsify(model, BUDGET, steps=STEPS))
+        models.append(sparsify(model, BUDGET, "id3", steps=STEPS))
         options.update(max_steps=STEPS, save_strategy="no")
         make_trainer(model, tmp_path, callbacks=[], **options).train()
     eager, compiled = models
@@ -137,9 +131,9 @@ def test_a_model_that_was_compiled_in_place_is_the_oracle_and_one_that_torch_com
 
 def test_a_model_whose_parts_torch_compile_wraps_is_what_it_is_in_eager_mode():
     model, batches = built("mlp")
-    eager = sparsify(copy.deepcopy(model), BUDGET, steps=STEPS)
+    eager = sparsify(copy.deepcopy(model), BUDGET, "id3", steps=STEPS)
     model.norm, model.second = (torch.compile(part, backend="aot_eager") for part in (model.norm, model.second))
-    sparsify(model, BUDGET, steps=STEPS)
+    sparsify(model, BUDGET, "id3", steps=STEPS)
     assert_trains_alike(model, eager, batches[:STEPS], model, loss_of)
     assert not graph_breaks()
 
@@ -233,12 +227,12 @@ class SparseTable(nn.Embedding):
 
 
 def test_sparse_gradients_and_quantized_layers_are_what_they_are_in_eager_mode():
-    model = sparsify(SparseTable(9, 4), 8, steps=1)
+    model = sparsify(SparseTable(9, 4), 8, "id3", steps=1)
     run = torch.compile(model, backend="aot_eager")
     assert_trains_alike(model, copy.deepcopy(model), [torch.tensor([1, 4, 4, 7])], run)
     assert counters["stats"]["unique_graphs"] > 0
     model, batches = quantized_build("mlp", "torchao-int8")
-    sparsify(model, BUDGET, steps=STEPS, target_modules="all-linear")
+    sparsify(model, BUDGET, "id3", steps=STEPS, target_modules="all-linear")
     run = torch.compile(model, backend="aot_eager")
     assert_trains_alike(model, copy.deepcopy(model), batches[:2], run, loss_of)
 
@@ -274,7 +268,7 @@ def test_a_flat_delta_that_was_replaced_or_frozen_is_seen():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_overflow_unmasks_nothing_and_a_model_that_is_let_go_is_freed(compiled):
     model, (batch, *_) = words()
-    sparsify(model, BUDGET, steps=STEPS)
+    sparsify(model, BUDGET, "id3", steps=STEPS)
     ((aot(model) if compiled else model)(**batch) * torch.inf).backward()
     assert model.sparse_values.grad.isnan().all()
     assert summary(model).unmasked == 0
@@ -307,7 +301,7 @@ def test_an_optimizer_step_that_is_compiled_is_seen():
 
 
 def test_reentrant_checkpointing_of_a_compiled_part_is_refused_by_name():
-    model = sparsify(words(torch.float32)[0], BUDGET, steps=STEPS)
+    model = sparsify(words(torch.float32)[0], BUDGET, "id3", steps=STEPS)
     model.wide.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 12, requires_grad=True)
     output = checkpoint(model.wide, x, use_reentrant=True)

@@ -42,7 +42,7 @@ def train(engine=None, how="", folder=None):
     if engine == "TP":
         plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
-    parallel = sparsify(model, BUDGET, steps=STEPS)
+    parallel = sparsify(model, BUDGET, "id3", steps=STEPS)
     get_engine(model).ranks.timeout = SECONDS
     if engine == "DDP":
         parallel = DistributedDataParallel(model)

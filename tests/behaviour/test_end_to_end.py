@@ -1,38 +1,34 @@
-"""From a pretrained model to a file and back onto a fresh base: the library's main job."""
+"""A sparsified model saved as an ordinary checkpoint, or not as a delta."""
 
-import copy
 import json
 
 import pytest
 import torch
 from models import build, loss_of, sparsified, train
-from oracle import unmasked_sets
 from safetensors.torch import load_file
-from trainers import BEST, make_trainer
 
-from sparsify import SparseDelta, SparsifyError, desparsify, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
 
 BUDGET, STEPS = 60, 6
 
 
-def test_the_first_entries_make_a_checkpoint_of_a_smaller_budget():
+def test_a_delta_of_entries_that_are_not_there_or_not_finite_is_refused():
     model, batches = sparsified("mlp", BUDGET, steps=STEPS)
     train(model, batches[:2])
-    early = unmasked_sets(model)
-    train(model, batches[2:STEPS])
-    delta = SparseDelta.from_model(model, budget=BUDGET * 2 // STEPS)
-    found = {name: tensor.indices.tolist() for name, tensor in delta.tensors.items()}
-    assert found == {name: indices for name, indices in early.items() if indices}
-    for budget in (0, BUDGET + 1, 2.5, True):
-        with pytest.raises(SparsifyError, match="expected an int, 1 to 60, the entries so far"):
+    for budget in (0, 21, 2.5, True):
+        with pytest.raises(SparsifyError, match="expected an int, 1 to 20, the entries so far"):
             SparseDelta.from_model(model, budget=budget)
+    (loss_of(model, batches[0]) * torch.nan).backward()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):
+        SparseDelta.from_model(model)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
+@pytest.mark.parametrize("name", ["bert", "t5"])
 def test_save_pretrained_writes_an_ordinary_merged_checkpoint(name, tmp_path):
     model, batches = build(name)
     model.save_pretrained(tmp_path / "plain")
-    train(sparsify(model, BUDGET, steps=STEPS), batches[:STEPS])
+    train(sparsify(model, BUDGET, "id3", steps=STEPS), batches[:STEPS])
     model.save_pretrained(tmp_path / "merged")
     folders = tmp_path / "plain", tmp_path / "merged"
     plain, merged = (load_file(folder / "model.safetensors").keys() for folder in folders)
@@ -44,22 +40,3 @@ def test_save_pretrained_writes_an_ordinary_merged_checkpoint(name, tmp_path):
     assert model._keys_to_ignore_on_save
     desparsify(model)
     assert not any("sparse" in key for key in model._keys_to_ignore_on_save or ())
-
-
-def test_the_trainer_without_a_callback_trains_the_budget_and_loads_its_best_checkpoint_back(tmp_path):
-    model, _ = build("bert")
-    before = copy.deepcopy(model.state_dict())
-    sparsify(model, BUDGET, steps=STEPS)
-    trainer = make_trainer(
-        model, tmp_path, callbacks=[], per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
-        **BEST,
-    )  # fmt: skip
-    assert "fused" in trainer.args.optim
-    trainer.train()
-    assert (summary(model).unmasked, summary(model).step) == (BUDGET, STEPS)
-    best = type(model).from_pretrained(trainer.state.best_model_checkpoint).state_dict()
-    unmasked, after = unmasked_sets(model), desparsify(model).state_dict()
-    assert all(torch.equal(value, best[name]) for name, value in after.items())
-    moved = {name: (after[name] != values).flatten().nonzero().flatten().tolist() for name, values in before.items()}
-    assert all(set(indices) <= set(unmasked.get(name, ())) for name, indices in moved.items())
-    assert sum(map(len, moved.values())) == BUDGET * trainer.state.best_global_step // STEPS < BUDGET

@@ -73,13 +73,13 @@ REPARAMETRIZATIONS = {
 @pytest.mark.parametrize("name", REPARAMETRIZATIONS)
 def test_a_reparametrized_model_is_the_oracle(name):
     sparse, dense, batches = pair(REPARAMETRIZATIONS[name])
-    sparsify(sparse, BUDGET, steps=STEPS)
+    sparsify(sparse, BUDGET, "id3", steps=STEPS)
     Twins(dense, sparse, BUDGET, STEPS).train(batches[:STEPS])
 
 
 @pytest.mark.parametrize("name", REPARAMETRIZATIONS)
 def test_a_model_reparametrized_after_it_was_sparsified_is_refused_by_name(name):
     model, _, _ = pair()
-    sparsify(model, BUDGET, steps=STEPS)
+    sparsify(model, BUDGET, "id3", steps=STEPS)
     with pytest.raises(SparsifyError, match=r"`(second|norm)\.weight` was taken from its module .*before sparsify\(\)"):
         REPARAMETRIZATIONS[name](model)

@@ -15,7 +15,7 @@ PARTS = ("bert.embeddings", "bert.encoder", "bert.pooler", "dropout", "classifie
 
 
 def train(model, batches, **options):
-    return run_steps(sparsify(model, BUDGET, steps=STEPS, **options), batches[:STEPS])[0]
+    return run_steps(sparsify(model, BUDGET, "id3", steps=STEPS, **options), batches[:STEPS])[0]
 
 
 def dispatched(model, folder, *on_disk):
@@ -57,7 +57,7 @@ def test_an_offloaded_model_is_refused_by_name_and_left_alone(way, tmp_path):
     before = loss_of(model, batches[0])
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(SparsifyError, match=r"`bert\.\S+\.weight` cannot be masked.*offloaded.*onto a device before"):
-        sparsify(model, BUDGET, steps=STEPS)
+        sparsify(model, BUDGET, "id3", steps=STEPS)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
     assert torch.equal(loss_of(model, batches[0]), before)
 

@@ -3,27 +3,19 @@
 import copy
 import hashlib
 import math
-from functools import partial
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, run_steps, sparsified, train
+from models import build, sparsified, train
 from oracle import d3, unmasked_sets
-from torch.optim import SGD, AdamW
-from twins import Twins, sgd
+from twins import Twins
 
 from sparsify import Schedule, extend, get_engine, register_importance, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.strategies.importance import Bias, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy
 
-STEPS, BUDGET, SMALL = 10, 61, 12
-OPTIMIZERS = {
-    "sgd": sgd,
-    "momentum": partial(SGD, lr=0.02, momentum=0.9),
-    "adamw": partial(AdamW, lr=1e-2, weight_decay=0.0),
-    "adamw-fused": partial(AdamW, lr=1e-2, weight_decay=0.0, fused=True),
-}
+STEPS, SMALL = 10, 12
 
 
 def trained_sets(model):
@@ -35,24 +27,13 @@ def trained_sets(model):
     return {tensor.name: sorted(tensor.indices[active[tensor.slots]].tolist()) for tensor in engine.tensors}
 
 
-def compare(name, optimizer, strategy="id3", budget=BUDGET, schedule="uniform", **options):
-    dense, batches = build(name, dtype=torch.float64)
-    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS, schedule=schedule)
-    # Adam divides by the root of a squared gradient; where that is all rounding error, so is the step
-    options = {"sets": trained_sets, "tolerance": 1e-8, **options}
-    return Twins(dense, sparse, budget, STEPS, OPTIMIZERS[optimizer], **options).train(batches[:STEPS])
+def compare(strategy, budget, **options):
+    dense, batches = build("mlp", dtype=torch.float64)
+    sparse = sparsify(copy.deepcopy(dense), budget, strategy, steps=STEPS)
+    Twins(dense, sparse, budget, STEPS, sets=trained_sets, **options).train(batches[:STEPS])
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_several_passes_of_a_step_choose_by_the_sum_of_their_gradients(name, on_device, monkeypatch):
-    monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
-    twins = compare(name, "adamw", micro=2)
-    assert get_engine(twins.sparse).step == STEPS // 2
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("every", "on_device"), [(1, False), (3, True)])
 def test_modules_with_budgets_of_their_own_are_trained_as_the_oracle_trains_each(every, on_device, monkeypatch):
     monkeypatch.setattr("sparsify.selection.policies.runs_ahead", lambda device: on_device)
     dense, batches = build("llama", dtype=torch.float64)
@@ -73,19 +54,6 @@ def test_modules_with_budgets_of_their_own_are_trained_as_the_oracle_trains_each
     assert get_engine(sparse).unmasked == found.budget + 5
     counts = [sum(len(unmasked_sets(sparse)[name]) for name in own) for own, _ in groups]
     assert counts == [9, 9, 23, 11, SMALL + 5]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bitfit_trains_every_bias_and_nothing_else(optimizer):
-    model, _ = build("mlp")
-    masks = {name: torch.full_like(p, name.endswith("bias"), dtype=torch.bool) for name, p in model.named_parameters()}
-    compare("mlp", optimizer, "bitfit", budget=None, masks=masks)
-
-
-def test_full_is_plain_fine_tuning():
-    dense, batches = build("mlp")
-    full = sparsify(copy.deepcopy(dense), None, "full")
-    assert run_steps(full, batches)[0] == run_steps(dense, batches)[0]
 
 
 movement = register_importance("movement")(lambda weight, grad: -weight * grad)
@@ -115,8 +83,7 @@ IMPORTANCES = {
 
 @pytest.mark.parametrize("name", IMPORTANCES)
 @pytest.mark.parametrize("selection", [Increment(), Repeat()], ids=lambda selection: selection.name)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_any_importance_goes_with_any_selection(name, selection, optimizer):
+def test_any_importance_goes_with_any_selection(name, selection):
     importance, score = IMPORTANCES[name]
     repeat = isinstance(selection, Repeat)
     if name == "random" and not repeat:
@@ -124,19 +91,13 @@ def test_any_importance_goes_with_any_selection(name, selection, optimizer):
         def score(name, step, weight, grad):
             return drawn(name, None, weight)  # one order for all steps
 
-    compare("mlp", optimizer, Strategy(importance, selection), budget=25, score=score, repeat=repeat)
+    compare(Strategy(importance, selection), 25, score=score, repeat=repeat)
 
 
-def test_each_step_trains_the_budget_and_touched_entries_add_up():
+def test_touched_entries_of_repeat_add_up_as_far_as_there_is_room():
     model, batches = sparsified("mlp", SMALL, "d3-repeat", steps=6)
-    assert model.sparse_values.numel() == 6 * SMALL
-    touched = []
-    for batch in batches[:6]:
-        train(model, [batch])
-        assert int(get_engine(model).policy.active.sum()) == int((model.sparse_values.grad != 0).sum()) == SMALL
-        touched.append(summary(model).unmasked)
-    assert touched == sorted(touched)
-    assert SMALL == touched[0] < touched[-1] <= 6 * SMALL
+    train(model, batches[:6])
+    assert SMALL < summary(model).unmasked <= model.sparse_values.numel() == 6 * SMALL
     assert summary(model).updates == summary(model).static_updates == 6 * SMALL
     assert "touched" in str(summary(model))
     model = sparsify(build("mlp")[0], SMALL, Strategy(D3(), Repeat(capacity=SMALL + 2)))

@@ -5,6 +5,7 @@ block is what that block prints, warns of or raises; ``...`` stands for anything
 """
 
 import ast
+import copy
 import importlib
 import io
 import os
@@ -13,14 +14,15 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import pytest
 import torch
+from deltas import bits
 from nbclient import NotebookClient
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, sparsify
 
@@ -152,9 +154,9 @@ class Model(nn.Module):
         super().__init__()
         self.query, self.value, self.classifier = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2)
 
-    def forward(self, x, labels=None):
+    def forward(self, x, labels):
         logits = self.classifier(self.query(x) + self.value(x))
-        return logits if labels is None else SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
 def bert():
@@ -162,60 +164,34 @@ def bert():
     return BertForSequenceClassification(config)
 
 
-def test_the_first_snippet_trains_saves_and_loads(tmp_path, monkeypatch):
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_runs(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model, base_model = Model(), Model()
-    base_model.load_state_dict(model.state_dict())
-    train, load = SNIPPETS[0].split("SparseDelta.from_model")
-    names = {"model": model, "base_model": base_model}
-    exec(train, names)
-    assert get_engine(model).budget == 38_000
-    assert model.classifier.weight.requires_grad
-    x = torch.randn(4, 300)
-    model(x).square().sum().backward()
-    names["optimizer"].step()
-    exec("SparseDelta.from_model" + load, {**names, "SparseDelta": SparseDelta})
-    assert torch.equal(base_model(x), model(x))
-
-
-def test_the_delta_snippet_leaves_the_base_as_it_was(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (snippet,) = [snippet for snippet in SNIPPETS if "DeltaSwitch" in snippet]
-    base, tuned = Model(), [Model() for _ in range(3)]
-    deltas = [SparseDelta.diff(base, model, budget=100, progress=False) for model in tuned]
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    exec(snippet, {"base": base, "tuned": tuned[0], **dict(zip(("delta", "mrpc", "cola"), deltas, strict=True))})
-    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
-    assert "Jaccard" in capsys.readouterr().out
-    assert SparseDelta.load("both").config["sum"][1]["coefficient"] == 0.5
-
-
-def test_the_trainer_snippet_trains_and_leaves_checkpoints_of_the_trained_state(tmp_path):
-    (snippet,) = [snippet for snippet in SNIPPETS if "SparsifyCallback" in snippet]
-    names = {
-        "model": bert(),
-        "sparsify": sparsify,
-        "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
-        "train_data": [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4, 5, 6], "labels": 1}],
-    }
-    exec(snippet, names)
-    assert get_engine(names["model"]).steps == 2
-    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
-
-
-OTHERS = [snippet for snippet in SNIPPETS[1:] if "DeltaSwitch" not in snippet and "SparsifyCallback" not in snippet]
-
-
-@pytest.mark.parametrize("snippet", OTHERS)
-def test_the_other_snippets_run(snippet, tmp_path, monkeypatch):
+    model, base = Model(), Model()
+    base_model, before = copy.deepcopy(model), bits(base)
     batch = {"x": torch.randn(4, 300), "labels": torch.tensor([0, 1, 1, 0])}
-    monkeypatch.chdir(tmp_path)
-    names = {"model": Model(), "bert": bert(), "sparsify": sparsify, "train_loader": [batch]}
-    for statement in ast.parse(snippet).body:
-        exec(ast.unparse(statement), names)
-        if ast.unparse(statement).startswith("sparsify("):
-            assert get_engine(names["model"]).budget == 38_000
-            desparsify(names["model"])
+    names = {
+        "model": model, "base_model": base_model, "bert": bert(), "base": base, "tuned": Model(), "sparsify": sparsify,
+        **{name: SparseDelta.diff(base, Model(), budget=9, progress=False) for name in ("delta", "mrpc", "cola")},
+        "train_loader": [batch], "train_data": [{"x": x, "labels": 1} for x in batch["x"]],
+        "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
+    }  # fmt: skip
+    for statement in map(ast.unparse, ast.parse(snippet).body):
+        if statement == "...":  # a training loop
+            model(**batch).loss.backward()
+            names["optimizer"].step()
+        exec(statement, names)
+        if "sparsify(model, " in statement:
+            assert get_engine(model).budget == 38_000
+            assert model.classifier.weight.requires_grad == ("modules_to_save" in statement)
+        if statement.startswith("sparsify("):  # the next one is instead of it
+            desparsify(model)
+    assert bits(base) == before
+    if "base_model" in snippet:
+        assert torch.equal(base_model(**batch).logits, model(**batch).logits)
+    if "trainer.train()" in snippet:
+        assert get_engine(model).steps == 2
+        assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
 
 def test_the_readme_is_short_its_commands_are_what_ci_runs_and_every_package_is_on_the_map():

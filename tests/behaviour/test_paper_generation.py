@@ -22,15 +22,15 @@ from examples.paper.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("data")
 WIDTH, VOCABULARY = 32, 258  # of the models; padding, end of text, bytes
-BASE = Settings(task="math", model="", method="full", rate=1e-2, seed=0, budget=None, epochs=30, batch_size=4,
+BASE = Settings(task="math", model="", method="full", rate=1e-2, seed=0, budget=None, epochs=20, batch_size=4,
                 max_length=128, exp=0.0, target_length=20)  # fmt: skip
 QUESTIONS = ("One and two?", "How many is 1 + 2, if at all?", "3 * 1 =", "Of 9 a third is?")
 MATH = [{"instruction": text, "input": "", "output": "The answer is 3.", "answer": "3.0"} for text in QUESTIONS]
 CHOICES = [{**MATH[0], "output": "wrong", "answer": "C"}] * 3
 DOCUMENTS = [{"document": text, "summary": "a question"} for text in QUESTIONS]
 FILES = {
-    "math": {"train_gsm8k": MATH * 4, "addsub": MATH, "aqua": CHOICES},
-    "xsum": {"train": DOCUMENTS * 4, "validation": DOCUMENTS},
+    "math": {"train_gsm8k": MATH * 6, "addsub": MATH, "aqua": CHOICES},
+    "xsum": {"train": DOCUMENTS * 6, "validation": DOCUMENTS},
 }
 
 
@@ -98,20 +98,17 @@ def test_rouge_is_of_common_words_pairs_and_subsequences(monkeypatch):
         metrics.scores("rouge", ["a"], ["a"])
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "id3"])
+@pytest.mark.parametrize("method", ["lora", "id3"])
 def test_a_causal_model_learns_to_solve_and_is_judged_on_every_set(llama, method):
-    budget = None if method == "full" else 6_000
-    line = training.run(replace(BASE, model=llama, method=method, budget=budget))
+    line = training.run(replace(BASE, model=llama, method=method, budget=6_000))
     last = line["epochs"][-1]
     assert last["parts"] == {"addsub accuracy": 100, "aqua accuracy": 0}
     assert (last["score"], last["loss"], line["right"]) == (50, None, f"{0b1111000:x}")
     assert json.loads(json.dumps(line, allow_nan=False)) == line
 
 
-@pytest.mark.parametrize("method", ["full", "id3"])
-def test_an_encoder_decoder_learns_to_summarize(t5, method):
-    budget = None if method == "full" else 6_000
-    line = training.run(replace(BASE, model=t5, task="xsum", method=method, budget=budget))
+def test_an_encoder_decoder_learns_to_summarize(t5):
+    line = training.run(replace(BASE, model=t5, task="xsum", method="id3", budget=6_000))
     first, *_, last = line["epochs"]
     assert last["parts"] == {"rouge1": 100, "rouge2": 100, "rougeL": 100}
     assert (last["score"], line["right"]) == (100, None)
@@ -192,43 +189,13 @@ def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(mo
 
 
 BUDGET = 120
-ROWS = [{"instruction": f"{n} of {n + 1}?", "output": f"The answer is {n % 7}.", "answer": ""} for n in range(40)]
-RULES = [
-    "none",
-    "lora-1",
-    "random",
-    "id3-early",
-    "id3-uniform",
-    "gradient",
-    "column-3",
-    "mixed-50",
-    "scaled-50",
-    "balanced",
-    "sampled-50",
-    "consistent-square-8",
-    "random-mlp",
-    "dora-1",
-    "shira",
-]
+RULES = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50",
+         "balanced", "sampled-50", "consistent-square-8", "random-mlp", "dora-1", "shira"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    torch.manual_seed(0)
-    config = hf.Gemma3TextConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                              num_attention_heads=2, num_key_value_heads=1, head_dim=8, bos_token_id=None,
-                              eos_token_id=1, pad_token_id=0)  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "math").mkdir()
-    for split in ("train_gsm8k", "gsm8k"):
-        (folder / f"math/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return saved(hf.Gemma3ForCausalLM(config), folder, ends=False)
-
-
-def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SPARSIFY_DATA", gemma)
+def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
     path = tmp_path / "runs.jsonl"
-    options = f"--model {gemma} --results {path} --rates 1e-2 --budget {BUDGET} --steps 3 --held-out 4".split()
+    options = f"--model {llama} --results {path} --rates 1e-2 --budget {BUDGET} --steps 3 --held-out 4".split()
     for _ in range(2):
         language.main([*options, "--methods", *RULES])
     assert (first := path.read_text()).count("\n") == len(RULES)
@@ -237,11 +204,11 @@ def test_runs_are_kept_and_compared_by_row(gemma, tmp_path, monkeypatch, capsys)
     assert all(len(line["rows"]) == 4 for line in lines.values())
     assert {lines[method]["trained"] for method in RULES[2:-2]} == {BUDGET}
     assert len({line["loss"] for line in lines.values()}) == len(RULES)
-    assert gemma not in first
+    assert llama not in first
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
     assert path.read_text().count("\n") == len(RULES) + 2
     language.main(["--results", str(path), "--table"])
-    assert "### tiny0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
+    assert "### llama0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
 
 
 def test_balanced_entries_are_as_many_in_each_row_and_column():
@@ -262,9 +229,8 @@ def test_entries_are_sampled_by_a_power_of_their_gradients():
     assert 10 < (rules.sampled(steep, 50, 0.0, seed=0)["w"] >= 100).sum() < 40
 
 
-def test_the_curvature_of_a_first_step_is_measured_for_each_rule(gemma, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SPARSIFY_DATA", gemma)
-    curvature.main(["--model", gemma, "--budget", str(BUDGET), "--out", str(tmp_path / "figure.png")])
+def test_the_curvature_of_a_first_step_is_measured_for_each_rule(llama, tmp_path, capsys):
+    curvature.main(["--model", llama, "--budget", str(BUDGET), "--out", str(tmp_path / "figure.png")])
     table = capsys.readouterr().out.split("| first step of |")[-1].splitlines()[2:]
     rows = {cells[0]: cells for line in table if len(cells := line.strip("| ").split(" | ")) > 5}
     assert list(rows) == [*curvature.RULES, *curvature.OTHERS]

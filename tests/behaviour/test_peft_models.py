@@ -89,10 +89,6 @@ REFUSED = {
         *on("bert", "OFTConfig", oft_block_size=4, coft=True),
         r"query\.oft_R\.default\.weight` cannot be masked: .* projects its weight .* coft=False does not",
     ),
-    "OSF": (
-        *on("bert", "OSFConfig"),
-        r"osf_svd_params\.default\.U_low` cannot be masked: the module \(ParameterDict\) has a gradient hook on it",
-    ),
     "CPT": (
         *prompt("gpt2", "CPTConfig", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]),
         r"delta_embedding\.weight` cannot be masked: the module \(Embedding\) has a gradient hook on it",
@@ -109,8 +105,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TUNERS)
-@pytest.mark.parametrize("random", [True, False], ids=["random", "as peft makes it"])
+AS_PEFT_MAKES_THEM = [(name, False) for name in ADAPTERS]
+
+
+@pytest.mark.parametrize(("name", "random"), [*((name, True) for name in TUNERS), *AS_PEFT_MAKES_THEM])
 def test_id3_on_a_tuner_is_the_oracle_to_the_last_entry(name, random):
     twins = AdapterTwins(TUNERS[name], steps=STEPS, random=random)
     if name in ("multitask prompt tuning", "Poly"):
@@ -126,7 +124,7 @@ def test_a_tuner_that_cannot_be_masked_is_refused_by_name_before_anything_change
     before = {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()}
     required = [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(SparsifyError, match=reason):
-        sparsify(model, 3, steps=1)
+        sparsify(model, 3, "id3", steps=1)
     assert {name: (type(module), set(module.__dict__)) for name, module in model.named_modules()} == before
     assert [parameter.requires_grad for parameter in model.parameters()] == required
 

@@ -27,15 +27,8 @@ BUDGET, BASE = 120, default_model()  # the folder of a pretrained encoder, which
 
 
 @pytest.fixture(scope="module")
-def examples():
-    sys.path.insert(0, str(EXAMPLES))
-    import serve_many_tasks
-    import serve_many_tasks_demo
-
-    yield serve_many_tasks, serve_many_tasks_demo
-    sys.path.remove(str(EXAMPLES))
-    for path in EXAMPLES.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+def examples(example):
+    return example("serve_many_tasks"), example("serve_many_tasks_demo")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def paths(classifier, tmp_path_factory):
     for seed, (name, num_labels) in enumerate(LABELS.items(), start=1):
         torch.manual_seed(seed)
         model = classifier(num_labels)
-        sparsify(model, BUDGET, steps=3, modules_to_save=["classifier"])
+        sparsify(model, BUDGET, "id3", steps=3, modules_to_save=["classifier"])
         train(model, [{**tokens(TEXTS), "labels": torch.arange(len(TEXTS)) % num_labels}] * 3, lr=0.01)
         SparseDelta.from_model(model).save(paths[name])
     return paths

@@ -1,4 +1,4 @@
-"""Followers that are killed, and messages that are lost, doubled, late or damaged: never a mixed or a wrong model."""
+"""Followers that are killed, and messages that are damaged: never a mixed or a wrong model."""
 
 import hashlib
 import os
@@ -7,12 +7,12 @@ import signal
 import time
 
 import pytest
-from deltas import bits
+from deltas import bits, unchanged
 from limits import needs_limits
 from streams import Run
 
 from examples.streaming.folder import follow, publish
-from sparsify import DeltaFormatError, DeltaSubscriber, MissingUpdateError, StaleUpdateError
+from sparsify import DeltaFormatError, DeltaSubscriber
 
 
 def model_hash(model):
@@ -67,35 +67,15 @@ def test_a_follower_that_is_killed_and_started_again_holds_whole_versions(tmp_pa
     assert bits(twin.model) == run.expected()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_messages_that_are_lost_doubled_late_or_damaged(seed):
-    rng, run = random.Random(seed), Run("mlp", strategy="id3")
+def test_a_message_that_is_damaged_anywhere_is_refused_and_changes_nothing():
+    rng, run = random.Random(0), Run("mlp")
     follower = run.follower()
-    states = {0: bits(follower.model)}
-    on_the_way, outcomes = [], set()
-
-    def deliver(message):
-        try:
-            follower.apply(message)
-            outcomes.add(None)
-        except (StaleUpdateError, DeltaFormatError, MissingUpdateError) as error:
-            outcomes.add(type(error))
-            if isinstance(error, MissingUpdateError):
-                follower.apply(run.snapshot())
-        assert bits(follower.model) == states[follower.version]
-
-    for version in range(1, 120):
-        (update,) = run.updates(1)
-        states[version] = run.expected()
-        on_the_way += [update] * rng.choice([0, 1, 1, 1, 1, 1, 2])
-        while on_the_way and rng.random() < 0.7:
-            message = on_the_way.pop(0 if rng.random() < 0.9 else rng.randrange(len(on_the_way)))
-            if rng.random() < 0.1:
-                position = rng.randrange(len(message))
-                flipped = bytes([message[position] ^ 1 << rng.randrange(8)]) + message[position + 1 :]
-                message = message[:position] + rng.choice([b"", flipped])
-            deliver(message)
-    run.updates(1)
-    follower.apply(run.snapshot())
+    (update,) = run.updates(1)
+    for end in [len(update), 8 + int.from_bytes(update[:8], "little")] * 40:  # of the message, and of its header
+        position = rng.randrange(end)
+        flipped = bytes([update[position] ^ 1 << rng.randrange(8)])
+        damaged = update[:position] + rng.choice([b"", flipped + update[position + 1 :]])
+        with unchanged(follower.model), pytest.raises(DeltaFormatError, match="this is no update that can be used"):
+            follower.apply(damaged)
+    follower.apply(update)
     assert bits(follower.model) == run.expected()
-    assert outcomes == {None, StaleUpdateError, DeltaFormatError, MissingUpdateError}

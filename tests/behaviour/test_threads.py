@@ -38,7 +38,7 @@ def meet_before(module, barrier):
     return module.register_forward_hook(lambda module, args, output: Meeting.apply(output, barrier))
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "t5"])
+@pytest.mark.parametrize("name", ["mlp", "t5"])
 def test_gradients_of_overlapping_backward_passes_are_summed(name):
     plain, batches = build(name, dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(plain), BUDGET, "random")
@@ -55,7 +55,7 @@ def test_gradients_of_overlapping_backward_passes_are_summed(name):
 
 def test_a_selection_that_another_pass_overlaps_is_an_error_and_not_half_a_gradient():
     model, batches = build("mlp", dtype=torch.float64)
-    sparsify(model, BUDGET, steps=3)
+    sparsify(model, BUDGET, "id3", steps=3)
     handle = meet_before(model.second, threading.Barrier(2))
     errors = errors_of(model, batches[:2])
     assert [type(error) for error in errors] == [SparsifyError]

@@ -13,7 +13,6 @@ from sparsify.errors import SparsifyError
     [
         ("encoder.0.weight", "encoder.0.weight"),
         ("module.encoder.weight", "encoder.weight"),
-        ("base_model.model.encoder.weight", "encoder.weight"),
         ("base_model.model.model.layers.0.weight", "model.layers.0.weight"),
         ("module._orig_mod.base_model.model.weight", "weight"),
         ("encoder._orig_mod.0._orig_mod.weight", "encoder.0.weight"),
@@ -44,14 +43,6 @@ def test_parameters_and_persistent_buffers_are_listed_and_what_is_shared_under_e
     tensors = named_tensors(nn.ModuleDict({"a": norm, "b": norm}))
     assert tensors["a.weight"] is tensors["b.weight"]
     assert tensors["a.running_var"] is tensors["b.running_var"]
-
-
-def test_a_wrapped_model_has_the_plain_models_names():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    names = list(model.state_dict())
-    model[0] = torch.compile(model[0])
-    wrapped = nn.ModuleDict({"module": model})  # named as in DDP
-    assert list(named_tensors(torch.compile(wrapped))) == names
 
 
 def test_two_tensors_with_one_plain_name_are_an_error():

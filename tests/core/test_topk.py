@@ -1,14 +1,11 @@
-"""The memory of the streaming top-k, and what it never selects; its winners: test_device_topk.py."""
-
-import math
+"""The memory of the streaming top-k, and entries without a gradient; its winners: test_device_topk.py."""
 
 import pytest
 import torch
 
 from sparsify.core.importance import D3
 from sparsify.core.topk import TopK
-from sparsify.selection.static import in_blocks, offer_scores
-from sparsify.strategies.importance import Magnitude, register_importance
+from sparsify.strategies.importance import register_importance
 
 
 @pytest.mark.parametrize("size", [1, 50])
@@ -30,11 +27,3 @@ def test_an_entry_without_a_gradient_is_not_offered_whatever_a_users_function_sa
     topk = TopK(4, torch.float32, "cpu")
     topk.offer(generous, torch.ones(2, 2), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), None, 0)
     assert topk.winners().ids.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_that_are_not_numbers_are_never_selected(dtype):
-    topk = TopK(3, torch.float32, "cpu")
-    weight = torch.tensor([math.nan, 2.0, math.inf, 1.0], dtype=dtype)
-    offer_scores(topk, [Magnitude().score(block, None) for block in in_blocks(weight)], 0, torch.arange(0))
-    assert topk.winners().ids.tolist() == [3, 1]

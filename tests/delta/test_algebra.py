@@ -1,4 +1,4 @@
-"""Sums and multiples of deltas against the same arithmetic on whole models."""
+"""Sums, merges and comparisons of deltas against the same on whole models; TIES and DARE against PEFT's functions."""
 
 import copy
 import math
@@ -9,8 +9,10 @@ import torch
 from deltas import bits, close, fine_tuned, make_base, task, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.utils.merge_utils import ties
 from torch import nn
 
+from sparsify import merge_deltas, overlap
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -188,3 +190,99 @@ def test_a_head_goes_on_through_the_stages():
             wrong()
     with pytest.raises(SparsifyError, match="a DeltaSequence is no plain sum"):
         2 * first.then(second)
+
+
+def dense(base, delta):
+    before = nn.utils.parameters_to_vector(base.parameters()).detach()
+    with delta.applied(base):
+        change = nn.utils.parameters_to_vector(base.parameters()).detach() - before
+    masks = {name: torch.zeros(parameter.numel(), dtype=torch.bool) for name, parameter in base.named_parameters()}
+    for name, part in delta.tensors.items():
+        masks[name][part.indices] = True
+    return change, torch.cat([*masks.values()])
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 20), st.floats(0.2, 0.9))
+def test_counts_and_cosine_are_those_of_the_dense_changes(seed, share):
+    base = make_base(torch.float64)
+    a, b = task(base, 2 * seed, share), task(base, 2 * seed + 1, share)
+    (left, in_a), (right, in_b) = dense(base, a), dense(base, b)
+    both = in_a & in_b
+    found = overlap(a, b, base)
+    assert found.shared == int(both.sum()) == sum(found.by_tensor.values())
+    assert found.union == int((in_a | in_b).sum())
+    assert found.jaccard == pytest.approx(found.shared / found.union)
+    assert found.opposed == int((left * right < 0)[both].sum())
+    expected = nn.functional.cosine_similarity(left[both], right[both], dim=0) if found.shared else math.nan
+    assert found.cosine == pytest.approx(float(expected), nan_ok=True)
+
+
+def test_heads_that_disagree_are_named_and_without_a_base_only_places_are_compared():
+    base = make_base()
+    a, same, b = (SparseDelta({}, {"2.weight": torch.full((3, 5), value)}) for value in (1.0, 1.0, 2.0))
+    a.tensors = same.tensors = {"0.bias": task(base, 1).tensors["0.bias"]}
+    found = overlap(a, same)
+    assert (found.jaccard, found.cosine, found.opposed, found.conflicting_whole) == (1.0, None, None, ())
+    found = overlap(a, b, base)
+    assert found.conflicting_whole == ("2.weight",)
+    assert found.jaccard == 0.0
+    assert "stored whole by both, and different: 2.weight" in str(found)
+    biases = torch.zeros(3), torch.zeros(3).half(), torch.full((3,), math.nan)
+    zero, other, nan = (SparseDelta({}, {"2.bias": bias}) for bias in biases)
+    assert overlap(zero, other).conflicting_whole == ("2.bias",)
+    assert overlap(nan, nan).conflicting_whole == ()
+    assert str(overlap(zero, zero, base)) == "0 of 0 entries shared (Jaccard 0.0000)"
+
+
+def test_deltas_of_different_models_are_refused():
+    base, other = make_base(), nn.Sequential(nn.Linear(2, 5))
+    with pytest.raises(SparsifyError, match=r"`0.weight` has shape \(5, 6\) in one delta and \(5, 2\) in the other"):
+        overlap(task(base, 1), task(other, 1, 0.9))
+    with pytest.raises(BaseMismatchError, match="does not hold the values"):
+        overlap(task(base, 1), task(base, 2), make_base(seed=3))
+
+
+@pytest.mark.parametrize("sign", ["total", "frequency"])
+@pytest.mark.parametrize(("share", "density"), [(0.5, 1.0), (1.1, 0.4)])
+def test_ties_is_that_of_peft(sign, share, density):
+    base = make_base(torch.float64)
+    tuned, weights = [fine_tuned(base, seed, share) for seed in range(3)], [1.0, 0.5, 2.0]
+    deltas = [SparseDelta.diff(base, model, progress=False) for model in tuned]
+    merged = merge_deltas(deltas, weights, density=density, majority_sign_method=sign)
+    with merged.applied(base):
+        found = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    for name, parameter in base.named_parameters():
+        changes = [dict(model.named_parameters())[name].detach() - parameter.detach() for model in tuned]
+        if int(density * parameter.numel()) == round(density * parameter.numel()):
+            expected = parameter + ties(changes, torch.tensor(weights).double(), density, sign)
+            torch.testing.assert_close(found[name], expected.detach())
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+def test_dare_drops_a_share_and_scales_the_others_up(method):
+    base = make_base(torch.float64)
+    delta = SparseDelta.diff(base, fine_tuned(base, 1, share=1.1), progress=False)
+    merged = [merge_deltas([delta], method=method, density=0.5, seed=seed).on(base, "add") for seed in (0, 0, 1)]
+    assert merged[0] == merged[1] != merged[2]
+    assert 0.2 < merged[0].num_entries / delta.num_entries < 0.8
+    for name, part in merged[0].tensors.items():
+        change = (delta.tensors[name].values - dict(base.named_parameters())[name].detach().flatten())[part.indices]
+        torch.testing.assert_close(part.values, change * 2)
+
+
+def test_what_cannot_be_merged_is_refused_and_a_merge_is_no_term():
+    base = make_base(torch.float64)
+    a, b = task(base, 1), task(base, 2)
+    for options, problem in [
+        ({"method": "tie"}, "method is 'tie', expected one of ties, dare_ties, dare_linear"),
+        ({"density": 0.0}, "density is 0.0, expected a share"),
+        ({"majority_sign_method": "most"}, "majority_sign_method is 'most'"),
+        ({"weights": [1.0]}, r"weights \[1.0\], expected a weight for each of 2 deltas"),
+    ]:
+        with pytest.raises(SparsifyError, match=problem):
+            merge_deltas([a, b], **options)
+    with pytest.raises(SparsifyError, match=r"a DeltaMerge is no plain sum: evaluate it first, `.on\(base\)`"):
+        merge_deltas([a, b]) + a
+    a.whole["head"] = torch.ones(2)
+    assert merge_deltas([a, b]).entries_only().on(base) == merge_deltas([a.entries_only(), b]).on(base)

@@ -1,4 +1,4 @@
-"""Names and layouts at run time are found in a checkpoint's files, as transformers itself would put them."""
+"""A checkpoint's tensors are found in its files, as transformers would put them; a broken one says what is wrong."""
 
 import json
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sparsify.common.names import named_tensors
 from sparsify.delta.checkpoint.conversion import Layout
-from sparsify.delta.checkpoint.reader import Checkpoint
+from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
@@ -110,15 +110,19 @@ def test_a_conversion_that_moves_entries_about_is_an_error_by_name(tmp_path, mon
     assert torch.equal(checkpoint["bert.pooler.dense.weight"], model.pooler.dense.weight)
 
 
+OWN = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (None, r"has no `config.json`"),
-        ({"model_type": "unheard_of"}, r"transformers cannot build the model of .*config.json"),
+        ({"model_type": "mine", "auto_map": OWN}, r"transformers cannot build the model of .*config.json"),
         ({"model_type": "bert", "hidden_size": -1}, r"transformers cannot build the model"),
     ],
 )
-def test_a_checkpoint_of_no_known_model_goes_by_its_own_names(tmp_path, config, reason):
+def test_a_checkpoint_of_no_known_model_goes_by_its_own_names_and_its_code_is_not_run(tmp_path, config, reason):
+    (tmp_path / "mine.py").write_text("raise SystemExit('this was run')")
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -130,9 +134,63 @@ def test_a_checkpoint_of_no_known_model_goes_by_its_own_names(tmp_path, config, 
         checkpoint.layout("a.wieght")
 
 
-def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path):
-    save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    auto_map = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto_map}))
-    (tmp_path / "mine.py").write_text("raise SystemExit('this was run')")
-    assert "b.weight" not in Checkpoint(tmp_path)
+@pytest.mark.parametrize("values", [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.tensor([True, False])])
+def test_entries_are_taken_from_a_single_file(tmp_path, values):
+    save_file({"other": torch.ones(3, dtype=torch.uint8), "a": values}, tmp_path / "weights.safetensors")
+    checkpoint = Checkpoint(tmp_path / "weights.safetensors")
+    indices = torch.tensor([0, values.numel() - 1]).unique()
+    assert torch.equal(checkpoint.take(checkpoint.layout("a"), indices), values.take(indices))
+
+
+def test_pieces_in_several_dtypes_are_an_error(tmp_path):
+    tensors = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    layout = torch.stack([Layout.stored("a", (2,)), Layout.stored("b", (2,))])
+    with pytest.raises(SparsifyError, match=r"`a` and 1 more tensors of .* are stored in several dtypes: save"):
+        checkpoint.dtype(layout)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(SparsifyError, match=r"holds no checkpoint: expected a folder with `model.safetensors`"):
+        open_base(tmp_path)
+    with pytest.raises(SparsifyError, match=r"`user/base` does not exist.*`hf download user/base` does"):
+        open_base("user/base")
+    next(save(bert(), tmp_path / "base").glob("model-00002*")).unlink()
+    with pytest.raises(SparsifyError, match=r"the shard 'model-00002-of-.*' that .* names is missing"):
+        Checkpoint(tmp_path / "base")
+
+
+BROKEN_INDEXES = {
+    "": "is no JSON that can be used",
+    '{"weight_map": ' * 100_000: "is no JSON that can be used",
+    "[]": "holds a list, expected a JSON object",
+    "{}": "is no index of a checkpoint",
+    '{"weight_map": {}}': "is no index of a checkpoint",
+    '{"weight_map": {"a": {"b": "c.safetensors"}}}': r"names the shard \{'b': 'c.safetensors'\}, expected the name",
+    '{"weight_map": {"a": "../b.safetensors"}}': "expected the name of a file next to it",
+    '{"weight_map": {"a": ".."}}': "is missing: download",
+    '{"weight_map": {"a": "\\u0000"}}': r"the shard '\\x00' that .* is missing",
+    '{"weight_map": {"a": "%s"}}' % ("x" * 5_000): "the shard 'x{99} that .* is missing",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_INDEXES.items(), ids=range(len(BROKEN_INDEXES)))
+def test_a_broken_index_is_an_error(tmp_path, text, message):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(SparsifyError, match=message):
+        Checkpoint(tmp_path)
+
+
+def test_files_of_something_else_and_a_tensor_in_two_shards_are_errors(tmp_path):
+    for data in (b"", b"\x00" * 40, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(SparsifyError, match="is no safetensors file"):
+            Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in index["weight_map"].values():
+        save_file({"a": torch.ones(1)}, tmp_path / name)
+    with pytest.raises(SparsifyError, match=r"`a` is both in `1.safetensors` and in `2.safetensors`"):
+        Checkpoint(tmp_path)

@@ -141,7 +141,7 @@ def test_adapters_that_are_not_merged_are_named():
         (lambda m: m.half(), r"`0.weight` is torch.float32 in the base, torch.float16 in the tuned model: load both"),
         (lambda m: m[2].bias.data[1:2].fill_(torch.nan), r"tensor `2.bias`: 1 changes are not finite"),
         (lambda m: m.to("meta"), r"`0.weight` is on the meta device and has no values: it was offloaded"),
-        (lambda m: sparsify(m, 5, steps=2), "this model is sparsified"),
+        (lambda m: sparsify(m, 5, "id3", steps=2), "this model is sparsified"),
         (lambda m: None, "the two models do not differ"),
     ],
 )

@@ -70,11 +70,9 @@ def empty_whole_tensors(count=30_000):
 
 
 HOSTILE_HEADERS = {
-    "lists as many as are allowed": lambda: with_config(repeated('[],"aaaaaaaaaaaaa"', 4 * MEGABYTE)),
     "objects as many as are allowed": lambda: with_config(repeated('{"a":0},"aaaaaaaa"', 4 * MEGABYTE)),
     "far too many lists": lambda: with_config(repeated("[]")),
     "far too deep": lambda: with_config("[" * MEGABYTE),
-    "small numbers": lambda: with_config(repeated("0")),
     "floats": lambda: with_config(repeated("1e1")),
     "short strings": lambda: with_config(repeated('"ab"')),
     "a text of wide characters": lambda: with_config('"\U0001f600' + "a" * 4 * MEGABYTE + '"'),  # four bytes each

@@ -1,15 +1,19 @@
 """Model cards, and deltas on the hub: pushed and loaded with its client, against a server that speaks its endpoints."""
 
+import os
 import re
-import subprocess
-import sys
+import shutil
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import pytest
-import safetensors.torch
 import torch
-from deltas import make_base, task
-from hub_server import OWNER, TOKEN, Repo, client_environment, hub_server
+from hub_server import OWNER, Repo, client_environment, hub_server
 from huggingface_hub import ModelCard
 from models import build, train
 from transformers import BertForSequenceClassification
@@ -25,23 +29,37 @@ REPO = f"{OWNER}/my-delta"
 FILES = {"README.md", "sparse_delta.safetensors", "sparse_delta_config.json"}
 BASE = "google-bert/bert-base-uncased"
 
-CLIENT = """
-import sys
-from sparsify import SparseDelta, SparsifyError
 
-first, second = SparseDelta.load("first"), SparseDelta.load("second")
-for block in sys.argv[1:]:
-    try:
-        exec(block)
-    except SparsifyError as error:  # any other error fails the test
-        print(type(error).__name__, "from", type(error.__cause__).__name__, "-", error)
-"""
+def run_client(folder, blocks):
+    """What the blocks print, each up to an error of ours, and then what comes as warnings."""
+    os.chdir(folder)
+    names = {"SparseDelta": SparseDelta, "first": SparseDelta.load("first"), "second": SparseDelta.load("second")}
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for block in blocks:
+            try:
+                exec(block, names)
+            except SparsifyError as error:  # any other error fails the test
+                print(type(error).__name__, "from", type(error.__cause__).__name__, "-", error)
+    return out.getvalue() + err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def connected(tmp_path_factory):
+    """A hub, a process to whose client it is the only one, and that one's cache."""
+    home = tmp_path_factory.mktemp("hf")
+    with hub_server() as hub, ProcessPoolExecutor(1, get_context("spawn")) as process:
+        with mock.patch.dict(os.environ, client_environment(hub, home), clear=True):
+            process.submit(os.getpid).result()  # it starts here
+        yield hub, process, home / "hub"
 
 
 @pytest.fixture
-def hub():
-    with hub_server() as hub:
-        yield hub
+def hub(connected):
+    hub, _, cache = connected
+    hub.repos.clear()
+    shutil.rmtree(cache, ignore_errors=True)
+    return hub
 
 
 def make_delta(value=2.0, base=BASE):
@@ -53,20 +71,10 @@ def make_delta(value=2.0, base=BASE):
 
 
 @pytest.fixture
-def client(hub, tmp_path):
+def client(connected, tmp_path):
     make_delta().save(tmp_path / "first")
     make_delta(value=7.0).save(tmp_path / "second")
-    make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")
-
-    def run(*blocks, token=TOKEN, **environment):
-        done = subprocess.run(
-            [sys.executable, "-c", CLIENT, *blocks], capture_output=True, text=True, timeout=120, cwd=tmp_path,
-            env={**client_environment(hub, tmp_path / "hf", token), **environment},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    return run
+    return lambda *blocks: connected[1].submit(run_client, tmp_path, blocks).result(120)
 
 
 def test_a_pushed_delta_is_loaded_by_id_and_by_revision(hub, client):
@@ -112,6 +120,7 @@ def test_a_second_push_renews_the_generated_part_of_the_card_only(hub, client):
 
 
 def test_the_path_of_a_base_is_not_published(hub, client, tmp_path):
+    make_delta(base=str(tmp_path / "private" / "bert")).save(tmp_path / "homemade")
     printed = client(f'SparseDelta.load("homemade").push_to_hub("{REPO}")')
     assert "the base is recorded as a path of this machine, which is left out of what is published" in printed
     assert all(str(tmp_path).encode() not in content for content in hub.repos[REPO].files().values())
@@ -137,7 +146,7 @@ def test_base_and_delta_from_the_hub_make_the_trained_model(hub, client, tmp_pat
     base.commit("main", {f.name: f.read_bytes() for f in (tmp_path / "later").iterdir()}, "other weights")
 
     model = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=5).train()
-    train(sparsify(model, 40, steps=1, modules_to_save=["classifier"]), batches[:1])
+    train(sparsify(model, 40, "id3", steps=1, modules_to_save=["classifier"]), batches[:1])
     delta = SparseDelta.from_model(model)
     delta.config |= {"base_model_name_or_path": "a/base", "base_model_revision": trained_on}
     delta.save(tmp_path / "tuned")
@@ -156,50 +165,35 @@ load_model("a/base", "{REPO}", revision="main")
     assert printed.startswith("True\nTrue\nBaseMismatchError")
 
 
-def load(repo, arguments=""):
-    return f'print("loaded", SparseDelta.load("{repo}"{arguments}))'
-
-
-def test_what_cannot_be_loaded_says_why_and_what_to_do(hub, client):
-    hub.repos |= {"a/private": Repo(private=True), "a/gated": Repo(gated=True), "a/empty": Repo()}
+def test_what_cannot_be_loaded_or_pushed_says_why_and_what_to_do(hub, client):
+    hub.repos |= {"a/private": Repo(private=True), "a/gated": Repo(gated=True), "a/empty": Repo(), "a/theirs": Repo()}
     expected = {
-        load("a/nothing"): r"RepositoryNotFoundError - `a/nothing` of the hub at http\S+: it is neither a path here",
-        load("a/private", ", token=False"): "RepositoryNotFoundError - `a/private` .*if it is private, log in with `hf",
-        load("a/gated", ", token=False"): "GatedRepoError - `a/gated` .*: it is gated: ask for access on its page",
-        load("a/empty", ", revision='v9'"): "RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one",
-        load("a/empty"): "EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main'",
-        load("a/cached", ", local_files_only=True"): "LocalEntryNotFoundError - `a/cached` .*: it is not in",
+        '"a/nothing"': r"RepositoryNotFoundError - `a/nothing` of the hub at http\S+: it is neither a path here",
+        '"a/private", token=False': "RepositoryNotFoundError - `a/private` .*if it is private, log in with `hf",
+        '"a/gated", token=False': "GatedRepoError - `a/gated` .*: it is gated: ask for access on its page",
+        '"a/empty", revision="v9"': "RevisionNotFoundError - `a/empty` .*: it has no revision 'v9': give one",
+        '"a/empty"': "EntryNotFoundError - `a/empty` .*: there is no `sparse_delta.safetensors` at revision 'main'",
+        '"a/cached", local_files_only=True': "LocalEntryNotFoundError - `a/cached` .*: it is not in",
+    }
+    expected = {f"SparseDelta.load({arguments})": pattern for arguments, pattern in expected.items()}
+    expected |= {
+        'first.push_to_hub("a/theirs", token="hf_reader")': ".*if it is a matter of rights, log in with",
+        """from unittest import mock
+with mock.patch("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"):
+    first.push_to_hub("a/b")
+""": "Connect.*`a/b` of the hub at http://127.0.0.1:9: .*check the network",
     }
     for line, pattern in zip(client(*expected).splitlines(), expected.values(), strict=True):
         assert re.match(rf"SparsifyError from \w*{pattern}", line), line
-
-
-def test_offline_mode_or_a_lack_of_rights_is_said_to_be_the_reason(hub, client):
-    assert "unset HF_HUB_OFFLINE and try again" in client(load(REPO), HF_HUB_OFFLINE="1")
-    assert hub.requests == []
-    hub.repos["a/theirs"] = Repo()
-    printed = client('first.push_to_hub("a/theirs", token="hf_reader")')
-    assert "if it is a matter of rights, log in with" in printed
     assert hub.repos["a/theirs"].messages == ["initial commit"]
 
 
-def test_a_push_to_no_repository_is_refused_before_any_request(hub, client):
-    repos = ["a/b/c", "", "a/", "/a", "./first", "me/na me", "me/x.git", "https://hub.co/me/x", 5, None, Path("a")]
-    printed = client(
-        'import warnings; warnings.simplefilter("error"); from pathlib import Path, PosixPath',
-        *(f'SparseDelta.load("homemade").push_to_hub({repo!r})' for repo in repos),
-    ).splitlines()
-    for line, repo in zip(printed, repos, strict=True):
-        assert f"{repo!r} is no repository's id: expected one such as 'user/name'" in line
-    assert hub.requests == []
-    assert hub.repos == {}
-
-
-def test_a_push_to_a_hub_that_is_not_there_says_so(client):
-    printed = client(f'first.push_to_hub("{REPO}")', HF_ENDPOINT="http://127.0.0.1:9")
-    assert printed.startswith("SparsifyError from Connect")
-    assert f"`{REPO}` of the hub at http://127.0.0.1:9: " in printed
-    assert "check the network" in printed
+@pytest.mark.filterwarnings("error")
+def test_a_push_to_no_repository_is_refused_before_any_request(tmp_path):
+    for repo in ["a/b/c", "", "a/", "/a", "./first", "me/na me", "me/x.git", "https://hub.co/me/x", 5, None, Path("a")]:
+        message = re.escape(f"{repo!r} is no repository's id: expected one such as 'user/name'")
+        with pytest.raises(SparsifyError, match=message):
+            make_delta(base=str(tmp_path)).push_to_hub(repo)
 
 
 def test_a_path_that_exists_is_not_asked_for_on_the_hub(tmp_path, monkeypatch):
@@ -356,17 +350,12 @@ def test_the_generated_part_is_renewed_and_the_rest_is_kept():
 
 
 def test_a_file_that_is_no_delta_is_not_overwritten(tmp_path):
-    delta = task(make_base(), 1)
-    weights, folder = tmp_path / "model.safetensors", tmp_path / "delta"
-    safetensors.torch.save_file({"a": torch.ones(2)}, weights)
-    folder.mkdir()
-    (folder / FILE_NAME).write_text("precious")
-    for path, file in [(weights, weights), (folder, folder / FILE_NAME)]:
-        before = file.read_bytes()
-        with pytest.raises(SparsifyError, match=f"`{file}` is there already and is no delta, so it is left as it is"):
-            delta.save(path)
-        assert file.read_bytes() == before
-    (folder / FILE_NAME).write_bytes(b"")  # of tempfile
+    file = tmp_path / FILE_NAME
+    file.write_text("precious")
+    with pytest.raises(SparsifyError, match=f"`{file}` is there already and is no delta, so it is left as it is"):
+        make_delta().save(tmp_path)
+    assert file.read_text() == "precious"
+    file.write_bytes(b"")  # of tempfile
     for _ in range(2):
-        delta.save(folder)
-    assert SparseDelta.load(folder) == delta
+        make_delta().save(tmp_path)
+    assert SparseDelta.load(tmp_path) == make_delta()

@@ -1,4 +1,4 @@
-"""A merged checkpoint loads as the model that `apply` makes, bit for bit; or nothing is written at all."""
+"""A merged or patched checkpoint loads as the model that `apply` makes, bit for bit; or nothing is written at all."""
 
 import copy
 import json
@@ -6,13 +6,15 @@ import os
 
 import pytest
 import torch
-from checkpoints import MODELS, bert, files, gpt2, make_delta, save
+from checkpoints import MODELS, bert, dinov2, files, gpt2, make_delta, mixtral, patched, save
 from deltas import bits
 from limits import needs_limits, within_limits
 from requirements import fuses_at_load, needs_transformers_5
 from safetensors.torch import load_file, save_file
 
 from sparsify.delta import merge as merging
+from sparsify.delta.entries import InitializerRecipe, TensorDelta
+from sparsify.delta.merge import CheckReport, WeightPatch
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -47,18 +49,23 @@ def load(like, folder, **options):
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shards", [True, False])
-def test_a_merged_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, out, architecture, dtype, shards):
+@pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_merged_or_patched_checkpoint_loads_as_the_model_that_apply_makes(tmp_path, out, architecture, dtype, shards):
     model = MODELS[architecture]().to(dtype)
     delta = make_delta(model)
     base = save(model, tmp_path / "base", shards)
-    before = files(base)
+    before = files(base), bits(model)
+    expected = CheckReport(len(delta.tensors), delta.num_entries)
+    assert delta.check(model) == delta.check(base) == delta.check(str(base)) == expected
     assert delta.merge(base, out) == out
-    assert files(base) == before
-    assert files(out).keys() == before.keys()
-    assert bits(load(model, out, dtype=dtype)) == bits(delta.apply(load(model, base, dtype=dtype)))
+    patches = list(delta.patches(base))
+    assert sum(patch.values.numel() for patch in patches) == delta.num_entries
+    assert (files(base), bits(model)) == before
+    assert files(out).keys() == files(base).keys()
     assert os.access(next(out.glob("*.safetensors")), os.W_OK)
+    expected = bits(delta.apply(model))
+    assert bits(load(model, out, dtype=dtype)) == expected
+    assert bits(load(model, patched(base, patches), dtype=dtype)) == expected
 
 
 def with_two_copies(base, change=0.0):
@@ -119,6 +126,14 @@ def test_another_dtype_is_cast_with_one_warning(model, tmp_path, out):
         delta.merge(base, out)
     assert caught[0].filename == __file__
     half = load(model, base, dtype=torch.bfloat16)
+    for like in (half, base):
+        report = delta.check(like)
+        assert report.unchecked == tuple(delta.tensors)
+        assert str(report) == (
+            f"{delta.num_entries:,} entries in 41 tensors: names and shapes fit; the base has 41 tensors "
+            "(`bert.embeddings.word_embeddings.weight`) in another dtype than the delta was trained on, or not "
+            "quantized as then, so the values there cannot be checked."
+        )
     with pytest.warns(UserWarning, match="cannot be checked"):
         delta.apply(half)
     assert bits(load(model, out, dtype=torch.bfloat16)) == bits(half)
@@ -134,6 +149,9 @@ def test_a_new_head_gets_a_shard_and_the_config_says_so(tmp_path, out, shards):
         delta.whole[name] = torch.randn(delta.tensors.pop(name).shape)
     labels = {"num_labels": 3, "id2label": {"0": "no", "2": "yes"}, "problem_type": "single_label_classification"}
     delta.config |= {"architecture": "BertForSequenceClassification", "model_config": labels}
+    report = delta.check(base)
+    assert set(report.missing) == {"classifier.weight", "classifier.bias"}
+    assert str(report).endswith("trained on. 2 tensors stored whole, 2 of them not in the base.")
     delta.merge(base, out)
     number = len(list(base.glob("*.safetensors"))) + 1
     names = [f"model-{position:05d}-of-{number:05d}.safetensors" for position in range(1, number + 1)]
@@ -166,12 +184,6 @@ def test_a_strangers_config_changes_nothing_but_labels(model, base, out, config)
 
 
 @needs_limits
-def test_a_tensor_with_the_name_of_a_files_metadata_is_refused(base, out):
-    with pytest.raises(SparsifyError, match="cannot have a tensor that is called `__metadata__`"):
-        SparseDelta({}, {"__metadata__": torch.ones(2)}).merge(base, out)
-    assert not out.exists()
-
-
 def test_labels_are_believed_as_far_as_the_head_has_values(model, base, out):
     """A name for each of 10^9 labels would take 60 GB, on the word of a file of less than 1 kB."""
     whole = {"classifier.weight": torch.zeros(2, 16), "empty": torch.zeros(10**9, 0)}
@@ -225,12 +237,16 @@ def test_links_to_files_are_followed_and_links_to_folders_and_pipes_left_out(mod
     assert bits(load(model, out)) == bits(make_delta(model).apply(model))
 
 
-def test_the_wrong_base_is_refused_before_anything_is_written(base, out, nothing_written):
+def test_the_wrong_base_or_the_name_of_a_files_metadata_is_refused_before_anything_is_written(
+    base, out, nothing_written
+):
     other = bert()
     with torch.no_grad():
         other.classifier.bias += 1  # the last tensor
     with pytest.raises(BaseMismatchError, match=r"`classifier.bias` does not hold the values"):
         make_delta(other).merge(base, out)
+    with pytest.raises(SparsifyError, match="cannot have a tensor that is called `__metadata__`"):
+        SparseDelta({}, {"__metadata__": torch.ones(2)}).merge(base, out)
 
 
 def test_a_failure_midway_leaves_nothing_behind(model, base, out, nothing_written, monkeypatch):
@@ -277,3 +293,76 @@ def test_folders_that_cannot_be_used_are_refused(model, base, tmp_path, folders,
         make_delta(model).merge(model, tmp_path / "merged")
     assert files(tmp_path / "taken") == {"notes.txt": b"mine"}
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_fields_are_those_of_vllm():
+    """CheckpointWeightPatch(name, shape, dtype, values, indices=None); positions are int64, values one-dimensional."""
+    assert WeightPatch._fields == ("name", "shape", "dtype", "values", "indices")
+    assert WeightPatch._field_defaults == {"indices": None}
+    model = bert()
+    delta = make_delta(model)
+    delta.whole["bert.pooler.dense.weight"] = torch.ones(16, 16)
+    del delta.tensors["bert.pooler.dense.weight"]
+    patches = list(delta.patches())
+    for patch in patches:
+        assert patch.values.dtype == patch.dtype
+        assert patch.values.dim() == 1
+        assert patch.indices is None or patch.indices.dtype == torch.int64
+    dense = [patch.indices is None for patch in patches]
+    assert dense == sorted(dense), "the sparse ones first, since an engine takes them in calls of their own"
+    assert sum(dense) == 1
+
+
+@fuses_at_load
+def test_tensors_stored_whole_are_patched_whole(tmp_path):
+    model = mixtral()
+    whole = {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 48, 16),
+        "model.norm.weight": torch.randn(16),
+        "score.weight": torch.randn(2, 16),
+    }
+    delta = SparseDelta({}, whole)
+    patches = list(delta.patches(save(model, tmp_path)))
+    parts = {f"{expert}.{part}.weight" for expert in range(3) for part in ("w1", "w3")}
+    names = {patch.name for patch in patches if patch.shape == (24, 16)}
+    assert names == {f"model.layers.0.block_sparse_moe.experts.{part}" for part in parts}
+    assert patches[-1].name == "score.weight"
+    loaded = load(model, patched(tmp_path, patches))
+    del delta.whole["score.weight"]
+    assert bits(loaded) == bits(delta.apply(model))
+
+
+@fuses_at_load
+def test_a_part_of_a_stored_tensor_is_patched_at_its_entries(tmp_path):
+    model = dinov2()
+    name = next(key for key in model.state_dict() if key.endswith("mlp.up_proj.weight"))
+    delta = SparseDelta({}, {name: torch.randn_like(model.state_dict()[name])})
+    (patch,) = delta.patches(save(model, tmp_path))
+    assert patch.indices.numel() == delta.whole[name].numel() < torch.Size(patch.shape).numel()
+    assert bits(load(model, patched(tmp_path, [patch]))) == bits(delta.apply(model))
+
+
+def test_differences_need_the_base(tmp_path):
+    model = bert()
+    delta = (0.5 * make_delta(model)).on(model, kind="add")
+    with pytest.raises(SparsifyError, match=r"is stored as differences, .* give the base's checkpoint, `patches\("):
+        delta.patches()
+    patches = delta.patches(save(model, tmp_path))
+    assert bits(load(model, patched(tmp_path, patches))) == bits(delta.apply(model))
+
+
+def test_a_drawn_tensor_is_no_change_of_the_bases_files():
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
+    delta = SparseDelta({"lora_A": drawn})
+    for call in (delta.patches, lambda: delta.merge("base", "out")):
+        with pytest.raises(SparsifyError, match="is about changes of a base, and tensor `lora_A`"):
+            call()
+
+
+def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):
+    model = gpt2()
+    delta = make_delta(model)
+    delta.tensors["lm_head.weight"] = delta.tensors["transformer.wte.weight"]
+    with pytest.raises(BaseMismatchError, match=r"wte.weight` and `lm_head.weight` are one tensor in this checkpoint"):
+        delta.check(save(model, tmp_path))

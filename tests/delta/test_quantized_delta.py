@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -18,11 +19,16 @@ BUDGET = 60
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def trained(scheme, seed=0, budget=BUDGET):
+@cache
+def training(scheme, seed):
     base, batches = quantized_build("llama", scheme)
-    model = sparsify(copy.deepcopy(base), budget, steps=4, target_modules="all-linear")
+    model = sparsify(copy.deepcopy(base), BUDGET, "id3", steps=4, target_modules="all-linear")
     train(model, batches[4 * seed : 4 * seed + 4])
     return base, model, SparseDelta.from_model(model), batches[0]
+
+
+def trained(scheme, seed=0):
+    return copy.deepcopy(training(scheme, seed))
 
 
 def logits(model, batch):
@@ -134,7 +140,7 @@ def test_a_base_with_a_delta_on_it_is_not_sparsified_and_it_comes_off_after_bits
     base, _, delta, _ = trained("nf4")
     delta.apply(base)
     with pytest.raises(SparsifyError, match=r"has a delta applied to it; revert it before sparsify\(\)"):
-        sparsify(base, 5, steps=1, target_modules="all-linear")
+        sparsify(base, 5, "id3", steps=1, target_modules="all-linear")
     for module in base.modules():
         if is_quantized(module._parameters.get("weight")):
             module.weight.quant_state.packing_format_for_cpu = True

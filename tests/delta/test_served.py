@@ -33,12 +33,11 @@ def test_what_is_applied_is_what_would_have_been_loaded_and_revert_is_exact(tmp_
     assert engine.holds(before)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_each_rank_follows_a_training_in_the_dtype_that_it_computes_in(tmp_path, ranks, dtype):
     engines = [start(tmp_path, rank, ranks, dtype) for rank in range(ranks)]
     followers = [DeltaSubscriber(served) for _, served in engines]
-    model = sparsify(llama(), 90, steps=4, modules_to_save=["o_proj"])
+    model = sparsify(llama(), 90, "id3", steps=4, modules_to_save=["o_proj"])
     publisher = DeltaPublisher(model)
     updates = [publisher.snapshot()]
     for _ in range(4):

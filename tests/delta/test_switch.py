@@ -13,14 +13,14 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 SEEDS = (1, 2, 3)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16])
-def base(request):
-    return make_base(request.param)
+@pytest.fixture
+def base():
+    return make_base(torch.bfloat16)
 
 
 @pytest.fixture
 def deltas(base):
-    head = SparseDelta({}, {"2.weight": torch.ones(3, 5, dtype=base[2].weight.dtype)})
+    head = SparseDelta({}, {"2.weight": torch.ones(3, 5, dtype=torch.bfloat16)})
     return {"head": head, **{str(seed): task(base, seed) for seed in SEEDS}}
 
 
@@ -68,7 +68,7 @@ def test_a_delta_is_attached_while_another_is_active_unless_it_is_of_another_bas
     with unchanged(base):
         switch.attach("9", delta)
         with pytest.raises(BaseMismatchError, match="does not hold the values that the delta was trained on"):
-            switch.attach("other", task(make_base(base[0].weight.dtype, seed=5), 9))
+            switch.attach("other", task(make_base(torch.bfloat16, seed=5), 9))
     assert (list(switch), switch.active) == (["head", "1", "2", "3", "9"], "1")
 
 
@@ -112,7 +112,7 @@ def test_several_are_active_at_once_as_their_sum(base, deltas, switch):
     before = bits(base)
     with (deltas["1"] + deltas["head"] + deltas["3"]).entries_only().applied(base):
         expected = bits(base)
-    switch.attach("12", deltas["1"].then(SparseDelta({}, {"2.bias": torch.ones(3, dtype=base[2].bias.dtype)})))
+    switch.attach("12", deltas["1"].then(SparseDelta({}, {"2.bias": torch.ones(3, dtype=torch.bfloat16)})))
     switch.activate("2")
     switch.detach("head")
     switch.activate(["1", "3", "1"])
@@ -138,12 +138,6 @@ def test_weights_that_were_loaded_again_get_the_active_delta_again(base, deltas,
         switch.activate(then) if then else switch.deactivate()
         assert bits(base) == before if then is None else switch.active == then
         assert then != "1" or bits(base) == expected
-    switch.activate("1")
-    with torch.no_grad():
-        base[0].weight.add_(1)  # neither the base nor the delta
-    with pytest.raises(SparsifyError, match="no longer holds the delta's values"):
-        switch.activate("1")
-    base.load_state_dict(state)
     for _ in range(2):
         assert bits(deltas["1"].apply(base)) == expected
         base.load_state_dict(state)

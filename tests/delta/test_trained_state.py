@@ -32,7 +32,6 @@ def of_accelerate(model, path):
 WRITERS = {
     "trained state": lambda model, path: torch.save(trained_state(model), path),
     "safetensors": lambda model, path: save_file(trained_state(model), path),
-    "plain": lambda model, path: torch.save(model.state_dict(), path),
     "an item": lambda model, path: torch.save({"step": 2, "model": model.state_dict(), "lr": {"a": 1}}, path),
     "wrapped": lambda model, path: torch.save(nn.ModuleDict({"module": model}).state_dict(), path),
     "shards": sharded,
@@ -44,7 +43,7 @@ WRITERS = {
 def model():
     """Stopped after 2 of 5 steps; a head that is trained whole, new parameters, buffers, a module left out."""
     options = {"modules_to_save": ["head"], "fresh_modules": ["adapter"], "exclude_modules": ["frozen"]}
-    model = sparsify(Extended(), 60, steps=5, **options)
+    model = sparsify(Extended(), 60, "id3", steps=5, **options)
     run(model, build("mlp")[1][:2])
     return model
 
@@ -71,7 +70,7 @@ def test_a_state_dict_of_another_dtype_and_of_pruned_tensors(dtype):
     pruned = sparsify(copy.deepcopy(plain), 0.5, strategy, **options)
     for state in (pruned.state_dict(), trained_state(pruned)):
         assert SparseDelta.from_checkpoint(state) == SparseDelta.from_model(pruned)
-    model = sparsify(nn.Linear(9, 4).to(dtype), 7, steps=2)
+    model = sparsify(nn.Linear(9, 4).to(dtype), 7, "id3", steps=2)
     model(torch.ones(2, 9, dtype=dtype)).square().sum().backward()
     torch.optim.SGD([model.sparse_values], lr=0.3).step()
     assert SparseDelta.from_checkpoint(model.state_dict()) == SparseDelta.from_model(model)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,9 +19,28 @@ script = importlib.import_module  # of conftest.py's folder, by name
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
-def test_formats_take_the_bytes_that_they_should():
+def results_of(name, folder, **options):
+    """What a script writes as JSON."""
+    with patch.dict(os.environ, COLUMNS="200"):  # of the table
+        script(name).main(**options, json=folder / "raw.json")
+    raw = json.loads((folder / "raw.json").read_text())
+    assert raw["conditions"].items() >= options.items()
+    return raw["results"]
+
+
+def run(name, folder, *options):
+    """The output of a script in a process of its own, and what it writes as JSON."""
+    command = [sys.executable, SCRIPTS / f"{name}.py", *map(str, options), "--json", folder / "raw.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "raw.json").read_text())["results"]
+
+
+def test_formats_take_the_bytes_that_they_should(tmp_path, capsys):
     file = script("file")
-    sizes = {size["format"]: size for size in file.measure(file.bert("minilm", torch.bfloat16), 20_000)}
+    found = results_of("file", tmp_path, shape="minilm", entries=20_000, dtype="bfloat16")
+    sizes = {size["format"]: size for size in found}
+    assert "flat int64 positions" in capsys.readouterr().out
     per_entry = {name: size["bytes"] / size["entries"] for name, size in sizes.items()}
     assert per_entry["flat int64 positions"] == 8 + 2
     assert per_entry["the paper's toolkit"] == pytest.approx(16 + 2, rel=0.1)
@@ -33,9 +53,12 @@ def test_formats_take_the_bytes_that_they_should():
     assert sizes["entropy bound"]["bytes"] == pytest.approx(bits / 8 + 2 * 20_000)
 
 
-def test_a_merge_takes_the_memory_of_one_tensor(tmp_path):
-    """Of a checkpoint of 96 MB in tensors of 6 MB, much less than half is in memory at a time."""
-    result = script("merge").measure(tmp_path, 96 * 2**20, shards=2, density=0.001)
+def test_a_merge_takes_the_memory_of_one_tensor(monkeypatch, tmp_path, capsys):
+    """Of a checkpoint of 100 MB in tensors of 6 MB, much less than half is in memory at a time."""
+    measure = script("merge").measure
+    monkeypatch.setattr(script("merge"), "measure", lambda _, *settings: measure(tmp_path, *settings))  # to be kept
+    result = results_of("merge", tmp_path, gigabytes=0.1, shards=2, density=0.001)
+    assert "largest shard (MB)" in capsys.readouterr().out
     assert 0 < result["peak_bytes"] - result["library_bytes"] < 40 * 2**20
     assert result["shard_bytes"] > 40 * 2**20
     merged, base = Checkpoint(tmp_path / "merged"), Checkpoint(tmp_path / "base")
@@ -43,33 +66,8 @@ def test_a_merge_takes_the_memory_of_one_tensor(tmp_path):
         assert int((merged[name] != weight).sum()) == math.ceil(weight.numel() / 1000)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "row"),
-    [
-        ("file", {"shape": "minilm", "entries": 20_000}, "flat int64 positions"),
-        ("merge", {"gigabytes": 0.001}, "largest shard (MB)"),
-    ],
-)
-def test_a_script_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys, name, options, row):
-    monkeypatch.setenv("COLUMNS", "200")
-    script(name).main(**options, json=tmp_path / "raw.json")
-    assert row in capsys.readouterr().out
-    raw = json.loads((tmp_path / "raw.json").read_text())
-    assert raw["conditions"].items() >= options.items()
-    assert raw["results"]
-
-
-def run(name, *options):
-    command = [sys.executable, str(SCRIPTS / f"{name}.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_streams_are_measured_in_every_round(tmp_path):
-    out = tmp_path / "raw.json"
-    options = ("--shape", "tiny", "--density", "0.2", "--followers", "1,2", "--rounds", "2", "--json", str(out))
-    done = run("stream", *options)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())["results"]
+    _, results = run("stream", tmp_path, "--shape", "tiny", "--density", 0.2, "--followers", "1,2", "--rounds", 2)
     assert [(row["followers"], row["method"]) for row in results] == [
         (number, method) for number in (1, 2) for method in ("updates", "diffs", "all")
     ]
@@ -83,14 +81,11 @@ def test_streams_are_measured_in_every_round(tmp_path):
 
 @pytest.mark.slow
 def test_swaps_are_measured_in_every_round(tmp_path):
-    out = tmp_path / "raw.json"
-    done = run("swap", "--shape", "tiny", "--density", "0.01", "--rounds", "2", "--threads", "1", "--json", str(out))
-    assert done.returncode == 0, done.stderr
-    assert "LoRA merge" in done.stdout
-    raw = json.loads(out.read_text())
-    assert raw["conditions"]["rounds"] == 2
-    assert list(raw["results"])[:3] == ["apply", "swap", "revert"]
-    for result in raw["results"].values():
+    options = ("--shape", "tiny", "--density", 0.01, "--rounds", 2, "--threads", 1)
+    printed, results = run("swap", tmp_path, *options)
+    assert "LoRA merge" in printed
+    assert list(results)[:3] == ["apply", "swap", "revert"]
+    for result in results.values():
         assert len(result["bytes"]) == len(result["seconds"]) == 2
         assert min(result["seconds"]) > 0
 
@@ -102,9 +97,16 @@ def test_swaps_are_measured_in_every_round(tmp_path):
         ("file", {"shape": "minilm", "entries": 3}, r"3 entries; expected 37, one a layer, to 215,285, 2 % of"),
         ("merge", {"density": 0.0}, r"expected .* --density in \(0, 1\]"),
         ("ranks", {"methods": "id4"}, "unknown method 'id4'; expected one of full, lora, id3"),
+        ("step", {"methods": "full,di3"}, "unknown method 'di3'; expected one of floor, .*Did you mean 'id3'"),
+        ("step", {"shape": "tiny,deberta"}, "unknown shape 'deberta'; .*Did you mean 'deberta-v3-base'"),
+        ("step", {"device": "cuda:1"}, "--device cuda:1: torch finds no GPU here"),
+        ("step", {"budget": "0.1"}, "--budget '0.1'; expected whole numbers of at least 1"),
+        ("step", {"shape": "tiny,minilm", "layers": "3"}, "--layers: 'minilm' has pretrained weights"),
     ],
 )
-def test_bad_options_are_one_line(name, options, message):
+def test_bad_options_are_named_before_anything_starts(name, options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(script(name), "measure", pytest.fail)
     with pytest.raises(script("common").SparsifyError, match=message):
         script(name).main(**options)
 

@@ -7,9 +7,11 @@ import matplotlib
 import numpy
 import pytest
 import torch
+from deltas import unchanged
 from models import build, train
 from scipy.stats import spearmanr
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from examples.analysis import change_correlation, plot_shares, plot_trajectory
 from examples.analysis.plots import NONE_COLOR, tables
@@ -50,16 +52,10 @@ def test_every_tensor_is_a_cell():
     [panel] = figure.axes
     [mesh] = panel.collections
     kinds = [label.get_text() for label in panel.get_yticklabels()]
-    drawn = {
-        (x, y): float(value) if value >= mesh.norm.vmin else None
-        for y, row in enumerate(mesh.get_array())
-        for x, value in enumerate(row)
-        if value is not numpy.ma.masked
-    }
-    expected = {
-        (0 if row.layer is None else row.layer + 1, kinds.index(row.kind)): row.share or None for row in shares(model)
-    }
-    assert drawn == expected
+    cells, least = numpy.ma.ndenumerate(mesh.get_array()), mesh.norm.vmin
+    drawn = {(x, y): float(value) if value >= least else None for (y, x), value in cells}
+    places = {(0 if row.layer is None else row.layer + 1, kinds.index(row.kind)): row.share for row in shares(model)}
+    assert drawn == {place: share or None for place, share in places.items()}
     assert [label.get_text() for label in panel.get_xticklabels()] == ["none", "0", "1"]
     assert panel.get_title() == f"{BUDGET} unmasked entries"
 
@@ -75,21 +71,15 @@ def test_what_has_nothing_unmasked_is_grey_and_nothing_at_all_is_an_error():
         plot_shares(SparseDelta({}))
 
 
-@pytest.mark.parametrize("magnitude", [False, True])
-@pytest.mark.parametrize("among", ["either", "both"])
+@pytest.mark.parametrize(("among", "magnitude"), [("either", False), ("both", True)])
 @pytest.mark.parametrize("other", ["random", "full"])
 def test_it_is_spearmans_coefficient_of_the_dense_changes(other, among, magnitude):
     (a, base), (b, _) = trained("bert"), trained("bert", other, budget=3_000)
-    state = copy.deepcopy(base.state_dict())
-    found = change_correlation(a, b, base, among=among, magnitude=magnitude)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items())
-    bases, plain = dict(base.named_parameters()), [desparsify(copy.deepcopy(a)), copy.deepcopy(b)]
-    if other != "full":
-        desparsify(plain[1])
-    x, y = (
-        torch.cat([(tuned - bases[name]).detach().flatten() for name, tuned in model.named_parameters()])
-        for model in plain
-    )
+    with unchanged(base):
+        found = change_correlation(a, b, base, among=among, magnitude=magnitude)
+    plain = [desparsify(copy.deepcopy(a)), copy.deepcopy(b) if other == "full" else desparsify(copy.deepcopy(b))]
+    before, *after = (parameters_to_vector(model.parameters()).detach() for model in (base, *plain))
+    x, y = (tuned - before for tuned in after)
     keep = (x != 0) | (y != 0) if among == "either" else (x != 0) & (y != 0)
     x, y = (x.abs(), y.abs()) if magnitude else (x, y)
     assert found.num_entries == int(keep.sum()) > 2

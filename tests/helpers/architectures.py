@@ -2,7 +2,6 @@
 
 import torch
 import transformers as hf
-from torch import nn
 
 VOCABULARY, CLASSES, LENGTH, WIDTH = 32, 3, 6, 16
 GROUPED = ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"]  # have experts in one tensor
@@ -72,19 +71,6 @@ def text_with_images():
     ids[:, :4] = 3  # one place for each of the image's four patches
     labels = ids.masked_fill(ids == 3, -100)
     return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": labels}
-
-
-class ConvNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
-        )
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, pixel_values, labels):
-        logits = self.head(self.features(pixel_values).mean((2, 3)))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def classifier(kind, **config):
@@ -182,7 +168,6 @@ ARCHITECTURES = {
     "resnet": image_classifier(
         "ResNet", num_channels=3, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic"
     ),
-    "convnet-with-batch-norm": (ConvNet, None, {}, labelled_images),
     # ---- audio
     "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, transcribed_waves),  # a convolution under weight norm
     "wavlm": ("WavLMForCTC", "WavLMConfig", SPEECH, transcribed_waves),  # its projections are read and never called
@@ -212,7 +197,7 @@ ARCHITECTURES = {
 def build(name, dtype=torch.float64, batches=3, seed=0):
     torch.manual_seed(seed)
     model_class, config_class, config, batch = ARCHITECTURES[name]
-    model = model_class() if config_class is None else getattr(hf, model_class)(getattr(hf, config_class)(**config))
+    model = getattr(hf, model_class)(getattr(hf, config_class)(**config))
     with torch.no_grad():
         for parameter in model.parameters():  # away from the zeros and ones that many a parameter starts at
             parameter.add_(0.1 * torch.randn_like(parameter))

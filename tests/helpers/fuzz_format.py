@@ -113,9 +113,9 @@ def valid_files(folder):
     options = {"steps": 5, "modules_to_save": ["classifier"]}
     lora = get_peft_model(make_base(), LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS"))
     recipes = lora_recipes(lora)
-    delta = SparseDelta.from_model(sparsify(set_initial(lora, recipes), 10, **options))
+    delta = SparseDelta.from_model(sparsify(set_initial(lora, recipes), 10, "id3", **options))
     deltas += [delta, with_recipes(delta, recipes)]
-    deltas.append(SparseDelta.from_model(sparsify(add_adapters(make_base(), "pfeiffer", 4), 10, **options)))
+    deltas.append(SparseDelta.from_model(sparsify(add_adapters(make_base(), "pfeiffer", 4), 10, "id3", **options)))
     for number, delta in enumerate(deltas):
         delta.config.pop("base_model_name_or_path", None)
         delta.save(folder / f"valid-{number}.safetensors")

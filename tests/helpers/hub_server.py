@@ -7,14 +7,16 @@ import base64
 import hashlib
 import json
 import os
-import re
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
 
 OWNER, TOKEN = "owner", "hf_write"
 
@@ -44,120 +46,83 @@ class Repo:
         return self.commits.get(self.resolve(revision), {})
 
 
-class RefusalError(Exception):
-    def __init__(self, status, code=None, **headers):
-        self.status, self.headers = status, headers
-        if code:
-            self.headers["X-Error-Code"] = code
+def refusal(status, **headers):
+    return HTTPException(status, headers={f"X-{name.replace('_', '-')}": value for name, value in headers.items()})
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+def application(hub):
+    app = FastAPI()
 
-    def answer(self):
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
-        self.server.hub.requests.append(f"{self.command} {unquote(url.path)}")
-        try:
-            for method, pattern, action in ROUTES:
-                if method == self.command and (match := re.fullmatch(pattern, url.path)):
-                    return action(self, *map(unquote, match.groups()))
-            raise RefusalError(404)
-        except RefusalError as refusal:
-            self.send(refusal.status, b'{"error": "refused"}', **refusal.headers)
+    async def noted(scope, receive, send):
+        hub.requests.append(f"{scope['method']} {scope['path']}")
+        await app({**scope, "path": scope["raw_path"].decode()}, receive, send)  # a quoted revision may have slashes
 
-    do_GET = do_HEAD = do_POST = answer  # noqa: N815
-
-    def send(self, status, content=b"", **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": len(content), **headers}.items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def send_json(self, value, status=200):
-        self.send(status, json.dumps(value).encode(), Content_Type="application/json")
-
-    def log_message(self, *args):
-        pass
-
-    @property
-    def is_owner(self):
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
-
-    def repo(self, repo_id, revision="main", *, write=False):
-        repo = self.server.hub.repos.get(repo_id)
-        if repo is None or (repo.private and not self.is_owner):
-            raise RefusalError(404 if self.is_owner else 401, "RepoNotFound")
-        if repo.gated and not self.is_owner:
-            raise RefusalError(403, "GatedRepo")
-        if write and not self.is_owner:
-            raise RefusalError(403, **{"X-Error-Message": "You have no right to write here"})
-        if (commit := repo.resolve(revision)) is None:
-            raise RefusalError(404, "RevisionNotFound")
+    def find(request, repo_id, revision="main", *, write=False):
+        repo, is_owner = hub.repos.get(repo_id), request.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if repo is None or (repo.private and not is_owner):
+            raise refusal(404 if is_owner else 401, Error_Code="RepoNotFound")
+        if repo.gated and not is_owner:
+            raise refusal(403, Error_Code="GatedRepo")
+        if write and not is_owner:
+            raise refusal(403, Error_Message="You have no right to write here")
+        if (commit := repo.resolve(unquote(revision))) is None:
+            raise refusal(404, Error_Code="RevisionNotFound")
         return repo, commit
 
-    def create(self):
-        asked = json.loads(self.body)
-        if not self.is_owner:
-            raise RefusalError(401, **{"X-Error-Message": "Invalid username or password."})
+    @app.post("/api/repos/create")
+    def create(asked: dict, request: Request, response: Response):
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise refusal(401, Error_Message="Invalid username or password.")
         repo_id = f"{asked.get('organization') or OWNER}/{asked['name']}"
-        known = repo_id in self.server.hub.repos
+        response.status_code = 409 if repo_id in hub.repos else 200
         private = bool(asked.get("private") or asked.get("visibility") == "private")
-        self.server.hub.repos.setdefault(repo_id, Repo(private=private))
-        self.send_json({"url": f"{self.server.hub.endpoint}/{repo_id}"}, 409 if known else 200)
+        hub.repos.setdefault(repo_id, Repo(private=private))
+        return {"url": f"{hub.endpoint}/{repo_id}"}
 
-    def branch(self, repo_id, name):
-        repo, commit = self.repo(repo_id, write=True)
-        known = name in repo.branches
-        repo.branches.setdefault(name, commit)
-        self.send_json({}, 409 if known else 200)
+    @app.post("/api/validate-yaml")
+    def validate():
+        return {"errors": [], "warnings": []}
 
-    def info(self, repo_id, revision):
-        _, commit = self.repo(repo_id, revision)
-        self.send_json({"id": repo_id, "sha": commit, "xetEnabled": False})
+    @app.post("/api/models/{repo_id:path}/branch/{name}")
+    def branch(repo_id, name, request: Request, response: Response):
+        repo, commit = find(request, repo_id, write=True)
+        response.status_code = 409 if unquote(name) in repo.branches else 200
+        repo.branches.setdefault(unquote(name), commit)
+        return {}
 
-    def preupload(self, repo_id, revision):
-        self.repo(repo_id, revision, write=True)
+    @app.get("/api/models/{repo_id:path}/revision/{revision}")  # a client before 1.0 asks so
+    def info(repo_id, revision, request: Request):
+        return {"id": repo_id, "sha": find(request, repo_id, revision)[1], "xetEnabled": False}
+
+    @app.post("/api/models/{repo_id:path}/preupload/{revision}")
+    def preupload(repo_id, revision, asked: dict, request: Request):
+        find(request, repo_id, revision, write=True)
         kept = {"uploadMode": "regular", "shouldIgnore": False}
-        self.send_json({"files": [{"path": file["path"], **kept} for file in json.loads(self.body)["files"]]})
+        return {"files": [{"path": file["path"], **kept} for file in asked["files"]]}
 
-    def commit(self, repo_id, revision):
-        repo, _ = self.repo(repo_id, revision, write=True)
-        lines = [(line["key"], line["value"]) for line in map(json.loads, self.body.splitlines())]
+    @app.post("/api/models/{repo_id:path}/commit/{revision}")
+    async def commit(repo_id, revision, request: Request, create_pr: bool = False):
+        repo, head = find(request, repo_id, revision, write=True)
+        lines = [(line["key"], line["value"]) for line in map(json.loads, (await request.body()).splitlines())]
         (message,) = [value["summary"] for key, value in lines if key == "header"]
         files = {value["path"]: base64.b64decode(value["content"]) for key, value in lines if key == "file"}
-        branch, endpoint, pull_request = revision, self.server.hub.endpoint, None
-        if self.query.get("create_pr") == ["1"]:
+        branch, pull_request = unquote(revision), None
+        if create_pr:
             number = 1 + sum(name.startswith("refs/pr/") for name in repo.branches)
-            branch, pull_request = f"refs/pr/{number}", f"{endpoint}/{repo_id}/discussions/{number}"
-            repo.branches[branch] = repo.resolve(revision)
+            branch, pull_request = f"refs/pr/{number}", f"{hub.endpoint}/{repo_id}/discussions/{number}"
+            repo.branches[branch] = head
         oid = repo.commit(branch, files, message)
-        url = f"{endpoint}/{repo_id}/commit/{oid}"
-        self.send_json({"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": pull_request})
+        url = f"{hub.endpoint}/{repo_id}/commit/{oid}"
+        return {"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": pull_request}
 
-    def resolve(self, repo_id, revision, path):
-        repo, commit = self.repo(repo_id, revision)
-        if path not in repo.commits[commit]:
-            raise RefusalError(404, "EntryNotFound", **{"X-Repo-Commit": commit})
-        content = repo.commits[commit][path]
-        etag = hashlib.sha256(content).hexdigest()
-        self.send(200, content, X_Repo_Commit=commit, ETag=f'"{etag}"')
+    @app.api_route("/{repo_id:path}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+    def resolve(repo_id, revision, path, request: Request):
+        repo, commit = find(request, repo_id, revision)
+        if (content := repo.commits[commit].get(unquote(path))) is None:
+            raise refusal(404, Error_Code="EntryNotFound", Repo_Commit=commit)
+        return Response(content, headers={"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
 
-
-NAME, PART = r"([\w.-]+/[\w.-]+)", r"([^/]+)"
-ROUTES = [
-    ("POST", "/api/repos/create", Handler.create),
-    ("POST", "/api/validate-yaml", lambda handler: handler.send_json({"errors": [], "warnings": []})),
-    ("POST", f"/api/models/{NAME}/branch/{PART}", Handler.branch),
-    ("GET", f"/api/models/{NAME}/revision/{PART}", Handler.info),  # a client before 1.0 asks so
-    ("POST", f"/api/models/{NAME}/preupload/{PART}", Handler.preupload),
-    ("POST", f"/api/models/{NAME}/commit/{PART}", Handler.commit),
-    ("HEAD", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
-    ("GET", f"/{NAME}/resolve/{PART}/(.+)", Handler.resolve),
-]
+    return noted
 
 
 def client_environment(hub, home, token=TOKEN):
@@ -172,13 +137,13 @@ def client_environment(hub, home, token=TOKEN):
 @contextmanager
 def hub_server():
     """A hub that serves for the length of a ``with`` block: its address, its repositories by id, what was asked."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hub = SimpleNamespace(endpoint=f"http://127.0.0.1:{server.server_port}", repos={}, requests=[])
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    listening = socket.create_server(("127.0.0.1", 0))  # requests wait here until the server is up
+    hub = SimpleNamespace(endpoint="http://{}:{}".format(*listening.getsockname()), repos={}, requests=[])
+    server = uvicorn.Server(uvicorn.Config(application(hub), lifespan="off", log_level="warning"))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        yield server.hub
+        yield hub
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
         thread.join()

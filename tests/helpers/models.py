@@ -76,9 +76,9 @@ def build(name, seed=0, dtype=torch.float32):
     return model.to(dtype).train(), batches
 
 
-def sparsified(name, *arguments, **options):
+def sparsified(name, budget, strategy="id3", **options):
     model, batches = build(name)
-    return sparsify(model, *arguments, **options), batches
+    return sparsify(model, budget, strategy, **options), batches
 
 
 def loss_of(model, batch):
@@ -91,7 +91,7 @@ def train(model, batches, lr=0.01, optimizer=None):
     return model
 
 
-def run_steps(model, batches, optimizer=None):
+def run_steps(model, batches, optimizer=None, loss_of=loss_of):
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
     losses = []
@@ -106,8 +106,5 @@ def run_steps(model, batches, optimizer=None):
 
 def descend(model, inputs, lr=0.1):
     optimizer = torch.optim.SGD([model.sparse_values], lr=lr)
-    for x in inputs:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
+    run_steps(model, inputs, optimizer, lambda model, x: model(x).float().square().mean())
     return model

@@ -20,13 +20,14 @@ from sparsify.common.shards import full_values, is_fully_sharded
 from sparsify.strategies.strategy import Increment, Repeat, Static, Strategy
 
 SELECTIONS = {"repeat": Repeat(), "static": Static()}
-# entries from which on a tensor is not small, and is not joined, a product is screened, a pool is cut, a scan begins
-# another block; and what it costs to look at parts of a product
+# entries from which on a tensor is not small, and is not joined, a product is screened or multiplied in blocks, a pool
+# is cut, a scan begins another block; and what it costs to look at parts of a product
 TINY = {
     "sparsify.selection.joined.LARGEST": 10,
     "sparsify.selection.joined.LARGEST_AHEAD": 30,
     "sparsify.selection.joined.AT_ONCE": 60,
     "sparsify.selection.screening.SMALLEST_SCREENED": 16,
+    "sparsify.selection.screening.MOST_MULTIPLIED": 30,
     "sparsify.core.topk.SMALLEST_CUT": 2,
     "sparsify.core.topk.BLOCK_ENTRIES": 24,
     "sparsify.selection.static.BLOCK_ENTRIES": 24,

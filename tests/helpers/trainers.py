@@ -40,7 +40,7 @@ def make_model(name="bert", steps=None, base=None, **options):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.2
-    return sparsify(model, options.pop("budget", BUDGET), steps=steps, **options)
+    return sparsify(model, **{"budget": BUDGET, "strategy": "id3", "steps": steps, **options})
 
 
 def rows_of(name="bert"):

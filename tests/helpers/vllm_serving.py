@@ -64,7 +64,11 @@ class Run:
     """A training of a saved model, in steps that change its answers."""
 
     def __init__(self, folder, **options):
-        self.model = sparsify(transformers.AutoModelForCausalLM.from_pretrained(folder), 2000, steps=4, **options)
+        self.model = sparsify(
+            transformers.AutoModelForCausalLM.from_pretrained(folder),
+            2000,
+            **{"strategy": "id3", "steps": 4, **options},
+        )
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
         self.publisher, self.generator = DeltaPublisher(self.model), torch.Generator().manual_seed(1)
 

@@ -41,7 +41,7 @@ def entries_of(model):
 
 def in_one_process():
     model, batches = words(torch.float32)
-    optimizer = torch.optim.AdamW([sparsify(model, BUDGET, steps=STEPS).sparse_values], lr=1e-2)
+    optimizer = torch.optim.AdamW([sparsify(model, BUDGET, "id3", steps=STEPS).sparse_values], lr=1e-2)
     for batch in batches:
         optimizer.zero_grad()
         model(**batch).backward()
@@ -56,7 +56,7 @@ def by_its_engine(rank, name, folder):
     found = []
     for first in (0, STEPS // 2):
         model, batches = words(torch.float32)
-        sparsify(model, BUDGET, steps=STEPS)
+        sparsify(model, BUDGET, "id3", steps=STEPS)
         config, parameters = CONFIG | RUNS[name], [model.sparse_values]
         own = {} if "optimizer" in config else {"optimizer": torch.optim.AdamW(parameters, lr=1e-2)}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, **own)
@@ -75,7 +75,7 @@ def by_its_engine(rank, name, folder):
 
 
 def by_the_trainer(rank, folder, ranks=2):
-    model = sparsify(build("bert")[0], BUDGET)  # without dropout
+    model = sparsify(build("bert")[0], BUDGET, "id3")  # without dropout
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}} if ranks > 1 else None
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = make_trainer(

@@ -64,7 +64,7 @@ def test_a_run_on_two_ranks_is_resumed_bit_for_bit_from_the_last_complete_checkp
 def by_the_trainer(rank, folder):
     from trainers import make_trainer, rows_of
 
-    model = sparsify(build("bert")[0], BUDGET)  # without dropout
+    model = sparsify(build("bert")[0], BUDGET, "id3")  # without dropout
     trainer = make_trainer(
         model, folder, rows_of(), per_device_train_batch_size=4 // num_ranks(), gradient_accumulation_steps=2,
         save_strategy="no", max_grad_norm=0.0,  # the Trainer scales this model's loss by the number of ranks
@@ -79,7 +79,7 @@ def by_accelerate(rank):
     from accelerate.utils import DistributedType
     from trainers import rows_of
 
-    model = sparsify(build("llama")[0], BUDGET, steps=3)
+    model = sparsify(build("llama")[0], BUDGET, "id3", steps=3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, ignored_modules=keep_whole(model), auto_wrap_policy="transformer_based_wrap",

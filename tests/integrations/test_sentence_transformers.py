@@ -45,7 +45,7 @@ def encode(model):
 def train(kind, path, folder, resume=None, **arguments):
     name, loss, options, rows = KINDS[kind]
     model = load(path, name).train()
-    sparsify(model[0].auto_model if kind == "inner" else model, 40, exclude_modules=["pooler"], **options)
+    sparsify(model[0].auto_model if kind == "inner" else model, 40, "id3", exclude_modules=["pooler"], **options)
     made = partial(getattr(st, f"{name}Trainer"), loss=loss(model)), getattr(st, f"{name}TrainingArguments")
     return run_trainer(model, folder, Dataset.from_dict(rows), kind=made, resume=resume, **arguments)
 
@@ -83,7 +83,7 @@ def test_a_delta_has_the_names_of_the_transformer_and_fits_whatever_holds_it(pat
 
 def test_layers_behind_the_transformer_keep_their_numbers_and_encoding_leaves_no_trace(path, tmp_path):
     load(path).append(st.sentence_transformer.modules.Dense(16, 8)).save_pretrained(str(tmp_path))
-    model = sparsify(load(str(tmp_path)), 40, target_modules=["linear", "query"], steps=1)
+    model = sparsify(load(str(tmp_path)), 40, "id3", target_modules=["linear", "query"], steps=1)
     encode(model)
     model(model.preprocess(WORDS))["sentence_embedding"].square().sum().backward()
     encode(model)

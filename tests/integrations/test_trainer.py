@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from models import build
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from trainers import BEST, BUDGET, STEPS, assert_same, make_model, make_trainer, outcome, rows_of, run_trainer
@@ -20,7 +21,8 @@ from sparsify.api import trained_state
 
 
 def run(model, folder, callback=None, **arguments):
-    return run_trainer(model, folder, callbacks=[callback] if callback else None, save_strategy="no", **arguments).model
+    options = {"max_steps": 4, "save_strategy": "no", **arguments}
+    return run_trainer(model, folder, callbacks=[callback] if callback else None, **options).model
 
 
 def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_path):
@@ -36,16 +38,16 @@ def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_pat
     callback = SparsifyCallback()
     short = run(make_model(), tmp_path, callback, max_steps=2)
     engine = get_engine(run(make_model(), tmp_path, callback))
-    assert (engine.steps, engine.step, engine.unmasked) == (STEPS, STEPS, BUDGET)
+    assert (engine.steps, engine.step, engine.unmasked) == (4, 4, BUDGET)
     assert not recwarn.list
     given = make_model(steps=2)
-    with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 8"):
+    with pytest.warns(UserWarning, match="has steps=2, and the Trainer makes 4"):
         run(given, tmp_path, callback)
     assert get_engine(given).steps == 2
     for model in (copy.deepcopy(short), short):
-        with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 .* 8 steps") as told:
+        with pytest.warns(UserWarning, match=r"all 60 entries were unmasked by an earlier run of 2 .* 4 steps") as told:
             run(model, tmp_path)
-        assert get_engine(model).steps == STEPS
+        assert get_engine(model).steps == 4
         assert not any("the Trainer makes" in str(warning.message) for warning in told)
 
 
@@ -54,7 +56,7 @@ def test_models_that_cannot_be_trained_are_refused_before_the_first_step(tmp_pat
     optimizer = torch.optim.AdamW(plain.parameters())
     with pytest.raises(SparsifyError, match=r'is not sparsified; .*strategy "full" leaves the model plain'):
         run(plain, tmp_path)
-    model = sparsify(plain, BUDGET)
+    model = sparsify(plain, BUDGET, "id3")
     with pytest.raises(SparsifyError, match=r"AdamW is to train .*holds `sparse_values`.*optimizers="):
         run(model, tmp_path, optimizers=(optimizer, None))
     assert summary(model).unmasked == 0
@@ -104,21 +106,7 @@ def test_reporters_and_the_printer_see_how_far_the_unmasking_has_come(tmp_path, 
 FILES = {
     "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin",
 }  # fmt: skip
-
-
-def test_a_checkpoint_holds_the_trained_state_only(tmp_path):
-    model = make_model(modules_to_save=["classifier"])
-    make_trainer(model, tmp_path).train()
-    folders = sorted(path.name for path in tmp_path.iterdir())
-    assert folders == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
-    assert {path.name for path in (tmp_path / "checkpoint-8").iterdir()} == FILES
-    state = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
-    (frozen,) = [name for name, value in state.items() if not value.numel()]
-    assert frozen in dict(model.named_parameters())
-    assert state.keys() - {frozen} == {
-        "classifier.weight", "classifier.bias", "sparse_values", "sparse_position", "sparse_settings", "sparse_ids",
-        "sparse_base",
-    }  # fmt: skip
+STATE = {"sparse_values", "sparse_position", "sparse_settings", "sparse_ids", "sparse_base"}
 
 
 def test_a_model_saved_by_hand_while_it_trains_is_an_ordinary_one(tmp_path):
@@ -146,64 +134,62 @@ class Named(nn.Module):
         return {"loss": self.inner(x, labels)}
 
 
-EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch", "per_device_train_batch_size": 16}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch", "per_device_train_batch_size": 16}
 CASES = {
-    "bert": (make_model, {}),
-    "llama": (lambda: make_model("llama"), {"rows": rows_of("llama")}),
     "a new head": (lambda: make_model(modules_to_save=["classifier"]), {}),
-    "repeat": (lambda: make_model(strategy="d3-repeat", steps=STEPS, budget=12), {}),
+    "repeat": (lambda: make_model(strategy="d3-repeat", steps=4, budget=12), {}),
     "static": (lambda: make_model(strategy="pafi"), {}),
     "accumulation": (make_model, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "epochs": (make_model, EPOCHS),
     "autocast": (make_model, {"bf16": True}),
     "cosine": (lambda: make_model(schedule="cosine"), {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-    "plain": (lambda: sparsify(Named(), 20), {"rows": rows_of("mlp"), "remove_unused_columns": False}),
+    "plain": (lambda: sparsify(Named(), 20, "id3"), {"rows": rows_of("mlp"), "remove_unused_columns": False}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_the_uninterrupted_one(case, tmp_path, monkeypatch, caplog):
+def test_a_run_resumed_from_a_checkpoint_of_the_trained_state_is_the_uninterrupted_one(
+    case, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it for good
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    make, arguments = CASES[case]
+    make, arguments = CASES[case][0], {"max_steps": 4, **CASES[case][1]}
     expected = outcome(run_trainer(make(), tmp_path, **arguments))
-    checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    assert len(checkpoints) == (3 if case == "epochs" else 4)
-    assert_same(outcome(run_trainer(make(), tmp_path, resume=str(checkpoints[0]), **arguments)), expected)
+    half, _ = sorted(tmp_path.iterdir())
+    assert {path.name for path in half.iterdir()} == FILES
+    state = load_file(half / "model.safetensors")
+    head = {"classifier.weight", "classifier.bias"} if case == "a new head" else set()
+    assert {name for name, value in state.items() if value.numel()} == STATE | head
+    (frozen,) = state.keys() - STATE - head  # it is empty
+    assert frozen in dict(make().named_parameters())
+    assert_same(outcome(run_trainer(make(), tmp_path, resume=str(half), **arguments)), expected)
     assert "missing keys" not in caplog.text
     assert "unexpected keys" not in caplog.text
-    if case == "plain":
-        state = load_file(checkpoints[-1] / "model.safetensors")
-        assert [name for name in state if not name.startswith("sparse_")] == ["inner.first.weight"]  # it is empty
 
 
 def test_a_run_that_was_done_already_stays_as_it_is(tmp_path):
     """The Trainer makes a step more where the last one was in the middle of an epoch."""
-    straight = run_trainer(make_model(), tmp_path, lr_scheduler_type="constant")
-    resumed = run_trainer(make_model(), tmp_path, lr_scheduler_type="constant", resume=True)
-    assert resumed.state.global_step == STEPS + 1
+    options = {"max_steps": 4, "lr_scheduler_type": "constant"}
+    straight = run_trainer(make_model(), tmp_path, **options)
+    resumed = run_trainer(make_model(), tmp_path, resume=True, **options)
+    assert resumed.state.global_step == 5
     (logs, *rest), expected = outcome(resumed), outcome(straight)
-    del logs[STEPS + 1]
+    del logs[5]
     assert_same((logs, *rest), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"budget": 2 * BUDGET}, r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
-        ({"seed": 7}, "build the model from the same base"),
-    ],
-)
-def test_a_checkpoint_of_other_settings_or_another_base_is_refused(options, text, tmp_path):
+def test_a_checkpoint_of_other_settings_or_another_base_is_refused(tmp_path):
     make_trainer(make_model(), tmp_path, max_steps=2).train()
-    seed = options.pop("seed", None)
-    model = make_model(**options) if seed is None else sparsify(build("bert", seed=seed)[0], BUDGET)
-    with pytest.raises(SparsifyError, match=text):
-        make_trainer(model, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    for model, text in [
+        (make_model(budget=2 * BUDGET), r"budget=60, and this model is sparsified with budget=120.*extend\(model"),
+        (sparsify(build("bert", seed=7)[0], BUDGET, "id3"), "build the model from the same base"),
+    ]:
+        with pytest.raises(SparsifyError, match=text):
+            make_trainer(model, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def test_a_resumed_run_keeps_its_plan_though_the_trainer_makes_more_steps_and_extends_it_on_request(tmp_path):
-    make_trainer(make_model(), tmp_path, max_steps=4, save_steps=2).train()
+    make_trainer(make_model(), tmp_path, max_steps=4).train()
     half = str(tmp_path / "checkpoint-2")
     with pytest.warns(UserWarning, match=r"run that is resumed, has steps=4, and the Trainer makes 8.*extend=True"):
         kept = run_trainer(make_model(), tmp_path / "kept", save_strategy="no", resume=half)
@@ -223,51 +209,42 @@ def test_a_trainer_warns_before_it_trains_what_no_delta_holds(tmp_path):
 
 
 def test_a_checkpoint_that_was_written_without_the_callback_is_no_place_to_go_on_from(tmp_path):
-    make_trainer(make_model(steps=STEPS), tmp_path, callbacks=[]).train()
+    make_trainer(make_model(steps=2), tmp_path, callbacks=[], max_steps=2).train()
     loaded = pytest.warns(UserWarning, match="loaded without entries")
     with loaded, pytest.raises(SparsifyError, match="written without SparsifyCallback"):
         make_trainer(make_model(), tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    run_trainer(make_model(), tmp_path / "straight")
-    trainer = run_trainer(make_model(), tmp_path / "best", save_total_limit=1, **BEST)
-    best = trainer.state.best_global_step
-    assert best < STEPS
-    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    trainer = run_trainer(make_model(), tmp_path, save_total_limit=1, **BEST)
+    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
+    assert trainer.state.best_global_step < STEPS
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert [*tmp_path.iterdir()] == [best]
     there = make_model(steps=STEPS)
-    there.load_state_dict(load_file(tmp_path / "straight" / f"checkpoint-{best}" / "model.safetensors"))
+    there.load_state_dict(load_file(best / "model.safetensors"))
     state = there.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
-    assert [path.name for path in (tmp_path / "best").iterdir()] == [f"checkpoint-{best}"]
 
 
 def lora(seed=0):
-    from peft import LoraConfig, get_peft_model
-
     plain = build("bert")[0]
     torch.manual_seed(seed)  # of LoRA's matrices
     config = LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.1, modules_to_save=["classifier"])
-    return sparsify(get_peft_model(plain, config), 0.3)
+    return sparsify(get_peft_model(plain, config), 0.3, "id3")
 
 
-def test_a_sparse_lora_is_resumed_though_its_matrices_were_drawn_anew(tmp_path):
-    from peft import PeftModel
-
-    straight = run_trainer(lora(), tmp_path)
-    resumed = run_trainer(lora(seed=1), tmp_path, resume=str(tmp_path / "checkpoint-4"))
+def test_a_sparse_lora_is_resumed_though_its_matrices_were_drawn_anew_and_its_best_entries_come_back(tmp_path):
+    straight = run_trainer(lora(), tmp_path, **BEST)
+    resumed = run_trainer(lora(seed=1), tmp_path, resume=str(tmp_path / "checkpoint-4"), **BEST)
     assert_same(outcome(resumed), outcome(straight))
-    names = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
-    assert names == FILES | {"adapter_model.safetensors", "adapter_config.json", "README.md"}
-    again = PeftModel.from_pretrained(build("bert")[0], tmp_path / "checkpoint-8").eval()
-    batch = build("bert")[1][0]
-    assert torch.equal(again(**batch).logits, straight.model.eval()(**batch).logits)
-
-
-def test_the_best_sparse_lora_comes_back_with_its_unmasked_entries(tmp_path):
-    trainer = run_trainer(lora(), tmp_path, **BEST)
-    best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
-    assert trainer.state.best_global_step < STEPS
-    assert get_engine(trainer.model).unmasked == best["sparse_ids"].numel()
-    state = trained_state(trainer.model)
+    folder = Path(straight.state.best_model_checkpoint)
+    assert {path.name for path in folder.iterdir()} == FILES | {
+        "adapter_model.safetensors", "adapter_config.json", "README.md",
+    }  # fmt: skip
+    best, state = load_file(folder / "model.safetensors"), trained_state(straight.model)
+    assert straight.state.best_global_step < STEPS
+    assert get_engine(straight.model).unmasked == best["sparse_ids"].numel()
     assert all(torch.equal(value, state[name]) for name, value in best.items() if value.numel())
+    again, batch = PeftModel.from_pretrained(build("bert")[0], folder).eval(), build("bert")[1][0]
+    assert torch.equal(again(**batch).logits, straight.model.eval()(**batch).logits)

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 from trainers import assert_same, make_model, make_trainer, outcome, run_trainer
@@ -26,32 +27,37 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-DAMAGES = {
-    "no trainer state": (lambda folder: (folder / "trainer_state.json").unlink(), "no complete trainer_state.json"),
-    "half a trainer state": (lambda folder: cut(folder / "trainer_state.json"), "no complete trainer_state.json"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
-    "half the weights": (lambda folder: cut(folder / "model.safetensors"), "model.safetensors that is cut short"),
-    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "no complete optimizer.pt"),
-    "half an optimizer": (lambda folder: cut(folder / "optimizer.pt"), "no complete optimizer.pt"),
-    "no scheduler": (lambda folder: (folder / "scheduler.pt").unlink(), "no complete scheduler.pt"),
-    "no random state": (lambda folder: (folder / "rng_state.pth").unlink(), "no complete rng_state.pth"),
-    "nothing at all": (lambda folder: [path.unlink() for path in folder.iterdir()], "no complete trainer_state.json"),
-}
+DAMAGES = [
+    (Path.unlink, "trainer_state.json", "no complete trainer_state.json"),
+    (cut, "trainer_state.json", "no complete trainer_state.json"),
+    (Path.unlink, "model.safetensors", "no model.safetensors"),
+    (cut, "model.safetensors", "a model.safetensors that is cut short"),
+    (cut, "optimizer.pt", "no complete optimizer.pt"),
+    (Path.unlink, "scheduler.pt", "no complete scheduler.pt"),
+    (Path.unlink, "rng_state.pth", "no complete rng_state.pth"),
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_an_incomplete_checkpoint_is_set_aside_and_the_one_before_it_resumed_from(damage, folder, run):
-    spoil, problem = DAMAGES[damage]
-    spoil(folder / "checkpoint-8")
-    assert problem in problem_with(folder / "checkpoint-8")
-    assert problem_with(folder / "checkpoint-6") is None
-    with pytest.warns(UserWarning, match=r"checkpoint-8` has .*It is called _incomplete-checkpoint-8 now"):
-        trainer = make_trainer(make_model(), folder)
+@pytest.mark.parametrize(("damage", "file", "problem"), DAMAGES)
+def test_an_incomplete_checkpoint_is_set_aside_when_a_trainer_is_made(damage, file, problem, folder):
+    damage(folder / "checkpoint-8" / file)
+    with pytest.warns(UserWarning, match=rf"checkpoint-8` has {problem}.*It is called _incomplete-checkpoint-8 now"):
+        make_trainer(make_model(), folder)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["_incomplete-checkpoint-8", "checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    trainer.train(resume_from_checkpoint=True)
-    assert_same(outcome(trainer), run[1])
+
+
+def test_training_goes_on_from_the_last_complete_checkpoint_and_what_was_set_aside_gives_way_to_the_next(folder, run):
+    cut(folder / "checkpoint-8" / "optimizer.pt")
+    with pytest.warns(UserWarning, match="no complete optimizer.pt"):
+        resumed = run_trainer(make_model(), folder, resume=True)
+    assert_same(outcome(resumed), run[1])
     assert problem_with(folder / "checkpoint-8") is None
+    (folder / "checkpoint-8" / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match="has no model.safetensors: its writer was interrupted"):
+        set_aside_incomplete(folder)
+    assert not (folder / "_incomplete-checkpoint-8" / "model.safetensors").exists()
+    assert not (folder / "checkpoint-8").exists()
 
 
 def test_a_callback_that_was_added_later_refuses_what_is_incomplete(folder):
@@ -70,16 +76,6 @@ def test_complete_folders_and_those_of_others_are_left_alone(folder):
         warnings.simplefilter("error")
         set_aside_incomplete(folder)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_a_folder_that_was_set_aside_gives_way_to_the_next(folder):
-    for _ in range(2):
-        (folder / "checkpoint-8").mkdir(exist_ok=True)
-        (folder / "checkpoint-8" / "model.safetensors").unlink(missing_ok=True)
-        with pytest.warns(UserWarning, match="was interrupted"):
-            set_aside_incomplete(folder)
-    assert (folder / "_incomplete-checkpoint-8").is_dir()
-    assert not (folder / "checkpoint-8").exists()
 
 
 def test_a_checkpoint_of_the_model_only_and_one_that_was_written_without_the_callback_are_complete(tmp_path):

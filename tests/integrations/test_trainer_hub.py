@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hub_server import OWNER, Repo, client_environment, hub_server
+from hub_server import OWNER, client_environment, hub_server
 from safetensors.torch import load
 
 REPO = f"{OWNER}/my-model"
@@ -13,16 +13,17 @@ PUSHES = """
 import sys
 from pathlib import Path
 sys.path.insert(0, TESTS)
-import torch
-from trainers import assert_same, make_model, make_trainer, outcome
-from sparsify import SparseDelta
-
+import sparsify, torch
+from huggingface_hub import hf_hub_download
 from models import build
+from sparsify import SparseDelta
+from trainers import assert_same, make_model, make_trainer, outcome
+
 build("bert")[0].save_pretrained("base")
 
 def run(folder, strategy, checkpoint=None):
     trainer = make_trainer(
-        make_model(base="base", modules_to_save=["classifier"]), folder, push_to_hub=True, hub_model_id="my-model",
+        make_model(base="base", modules_to_save=["classifier"]), folder, push_to_hub=True, hub_model_id=folder,
         hub_always_push=True, hub_strategy=strategy, max_steps=4,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -34,7 +35,6 @@ def run(folder, strategy, checkpoint=None):
 @pytest.fixture
 def hub():
     with hub_server() as hub:
-        hub.repos[REPO] = Repo()
         yield hub
 
 
@@ -77,21 +77,24 @@ assert torch.equal(again.eval()(**inputs).logits, delta.apply(base()).eval()(**i
     assert set(hub.repos[REPO].files()) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
 
 
-def test_the_hub_has_the_delta_while_training_goes_on_and_an_ordinary_model_at_the_end(hub, client):
+def test_the_hub_has_a_delta_and_checkpoints_to_go_on_from_and_an_ordinary_model_at_the_end(hub, client):
     client("""
 trainer = run("out", "every_save")
 trainer.push_to_hub()
-SparseDelta.from_model(trainer.model).save("expected")
-from sparsify import desparsify
-torch.save(desparsify(trainer.model).state_dict(), "weights.pt")
-
+weights = sparsify.desparsify(trainer.model).state_dict()
 base = build("bert")[0]
-delta = SparseDelta.load("owner/my-model")
-assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in delta.apply(base).state_dict().items())
-again = type(base).from_pretrained("owner/my-model")
-assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in again.state_dict().items())
+delta = SparseDelta.load("owner/out")
+again = type(base).from_pretrained("owner/out")
+for model in (delta.apply(base), again):
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+straight = run("straight", "all_checkpoints")
+for path in Path("straight/checkpoint-2").iterdir():
+    hf_hub_download("owner/straight", f"checkpoint-2/{path.name}", local_dir="downloaded")
+longer = run("longer", "end", "downloaded/checkpoint-2")
+assert_same(outcome(longer), outcome(straight))
 """)
-    _, *training, last = hub.repos[REPO].commits.values()  # but for the repository's first
+    _, *training, last = hub.repos[f"{OWNER}/out"].commits.values()  # but for the repository's first
     assert training  # two, unless the first upload was slow and took the second one's files
     for files in training:
         assert "sparse_delta.safetensors" in files
@@ -101,15 +104,4 @@ assert all(torch.equal(value, torch.load("weights.pt")[name]) for name, value in
         assert [name for name, value in weights.items() if not value.numel()]  # not to be taken for a model
         assert not any(name.startswith("checkpoint") for name in files)
     assert "sparse_values" not in load(last["model.safetensors"])
-
-
-def test_a_run_goes_on_from_the_checkpoint_on_the_hub(hub, client):
-    client("""
-from huggingface_hub import hf_hub_download
-straight = run("straight", "all_checkpoints")
-for path in Path("straight/checkpoint-2").iterdir():
-    hf_hub_download("owner/my-model", f"checkpoint-2/{path.name}", local_dir="downloaded")
-longer = run("longer", "end", "downloaded/checkpoint-2")
-assert_same(outcome(longer), outcome(straight))
-""")
-    assert "checkpoint-4/trainer_state.json" in hub.repos[REPO].files()
+    assert "checkpoint-4/trainer_state.json" in hub.repos[f"{OWNER}/straight"].files()

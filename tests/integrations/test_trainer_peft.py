@@ -38,7 +38,7 @@ def llama(folders):
 
 @pytest.fixture
 def wrapped(bert):
-    own = {"budget": BUDGET, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+    own = {"budget": BUDGET, "strategy": "id3", "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
     return lambda: peft.get_peft_model(bert(), SparseConfig(**own))
 
 
@@ -52,7 +52,7 @@ def test_the_trainer_finds_steps_and_resumes_bit_for_bit_without_a_callback(wrap
     whole = run_trainer(wrapped(), tmp_path, callbacks=[])
     assert steps_done(whole.model) == (STEPS, BUDGET)
     assert "unmasked" in whole.state.log_history[0]
-    plain = sparsify(bert(), BUDGET, target_modules=["query", "value"], modules_to_save=["classifier"])
+    plain = sparsify(bert(), BUDGET, "id3", target_modules=["query", "value"], modules_to_save=["classifier"])
     make_trainer(plain, tmp_path / "plain").train()
     assert torch.equal(get_engine(plain).values, get_engine(whole.model).values)
     again = run_trainer(wrapped(), tmp_path, callbacks=[], resume=str(tmp_path / "checkpoint-4"))
@@ -73,7 +73,13 @@ def test_the_best_checkpoint_is_loaded_at_the_end_and_each_is_an_adapter(wrapped
 def test_a_lora_beside_the_entries_has_a_rate_of_its_own_and_resumes_bit_for_bit(llama, tmp_path):
     def run():
         torch.manual_seed(0)
-        own = {"budget": BUDGET, "target_modules": TARGETS, "task_type": "CAUSAL_LM", "lora": peft.LoraConfig(r=2)}
+        own = {
+            "budget": BUDGET,
+            "strategy": "id3",
+            "target_modules": TARGETS,
+            "task_type": "CAUSAL_LM",
+            "lora": peft.LoraConfig(r=2),
+        }
         model = peft.get_peft_model(llama(), SparseConfig(**own))
         matrices = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
         groups = [{"params": [get_engine(model).values], "lr": 1e-2}, {"params": matrices, "lr": 1e-3}]
@@ -93,7 +99,7 @@ def test_a_lora_beside_the_entries_has_a_rate_of_its_own_and_resumes_bit_for_bit
 
 def test_an_adapter_of_transformers_own_trains_too(llama, tmp_path):
     model = llama()
-    model.add_adapter(SparseConfig(budget=BUDGET, target_modules=TARGETS))
+    model.add_adapter(SparseConfig(budget=BUDGET, strategy="id3", target_modules=TARGETS))
     run_trainer(model, tmp_path, rows_of("llama"), callbacks=[])
     assert steps_done(model) == (STEPS, BUDGET)
     model.save_pretrained(tmp_path / "adapter")
@@ -104,7 +110,7 @@ def test_an_adapter_of_transformers_own_trains_too(llama, tmp_path):
 
 def test_a_checkpoint_of_a_sparsified_model_is_an_adapter_of_its_base(folders, bert, tmp_path):
     model = bert()
-    run = run_trainer(sparsify(model, BUDGET, modules_to_save=["classifier"]), tmp_path)
+    run = run_trainer(sparsify(model, BUDGET, "id3", modules_to_save=["classifier"]), tmp_path)
     folder = tmp_path / f"checkpoint-{STEPS}"
     for loaded in (
         hf.AutoModelForSequenceClassification.from_pretrained(folder), load_model(folders["bert"], folder),
@@ -123,16 +129,16 @@ def trl_trainer(method, model, folder, columns, settings=None, **options):
     rows = {name: sentences(24, 5, seed) for seed, name in enumerate(columns)}
     data, kinds = pytest.importorskip("datasets").Dataset.from_dict(rows), (kind, getattr(trl, f"{method}Config"))
     settings = {"max_length": 12} if settings is None else settings
-    return make_trainer(model, folder, data, callbacks=[], kind=kinds, bf16=False, **settings)
+    return make_trainer(model, folder, data, callbacks=[], kind=kinds, bf16=False, max_steps=4, **settings)
 
 
 @pytest.mark.parametrize(("method", "columns"), [("SFT", ["text"]), ("DPO", ["prompt", "chosen", "rejected"])])
 def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
     lora = peft.LoraConfig(r=2) if method == "DPO" else None
-    config = SparseConfig(budget=BUDGET, target_modules=TARGETS, lora=lora)
+    config = SparseConfig(budget=BUDGET, strategy="id3", target_modules=TARGETS, lora=lora)
     run = trl_trainer(method, llama(), tmp_path, columns, peft_config=config)
     run.train()
-    assert steps_done(run.model) == (STEPS, BUDGET)
+    assert steps_done(run.model) == (4, BUDGET)
     assert getattr(run, "ref_model", None) is None
     margins = [log["rewards/margins"] for log in run.state.log_history if "rewards/margins" in log]
     assert not margins or margins[0] == 0 != margins[-1]  # of DPO, whose reference is the base
@@ -146,7 +152,7 @@ def test_trl_takes_it_as_peft_config(method, columns, llama, tmp_path):
 
 
 def test_a_reward_model_of_trl_trains_its_head_too(folders, tmp_path):
-    config = SparseConfig(budget=BUDGET, target_modules=TARGETS, task_type="SEQ_CLS")
+    config = SparseConfig(budget=BUDGET, strategy="id3", target_modules=TARGETS, task_type="SEQ_CLS")
 
     def model():
         torch.manual_seed(0)
@@ -155,7 +161,7 @@ def test_a_reward_model_of_trl_trains_its_head_too(folders, tmp_path):
 
     run = trl_trainer("Reward", model(), tmp_path, ["chosen", "rejected"], peft_config=config)
     run.train()
-    assert steps_done(run.model) == (STEPS, BUDGET)
+    assert steps_done(run.model) == (4, BUDGET)
     run.save_model(tmp_path / "final")
     served = peft.PeftModel.from_pretrained(model(), tmp_path / "final")
     assert torch.equal(scores(served, "llama"), scores(run.model, "llama"))
@@ -172,18 +178,21 @@ def test_grpo_leaves_the_base_which_it_measures_without_a_second_model(llama, tm
     model = llama()
     for parameter in model.parameters():
         parameter.data.mul_(10 if parameter.dim() > 1 else 1)  # so that samples differ
-    options = {"peft_config": SparseConfig(budget=BUDGET, target_modules=TARGETS), "reward_funcs": variety}
+    options = {
+        "peft_config": SparseConfig(budget=BUDGET, strategy="id3", target_modules=TARGETS),
+        "reward_funcs": variety,
+    }
     settings = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
     run = trl_trainer("GRPO", model, tmp_path, ["prompt"], settings, **options)
     run.train()
-    assert steps_done(run.model) == (STEPS, BUDGET)
+    assert steps_done(run.model) == (4, BUDGET)
     assert run.ref_model is None
     divergences = [log["kl"] for log in run.state.log_history if "kl" in log]
     assert divergences[0] == 0 < divergences[-1]
 
 
 def test_the_reference_of_a_trained_adapter_is_the_adapter_as_it_was(llama, tmp_path):
-    config = SparseConfig(budget=BUDGET, target_modules=TARGETS)
+    config = SparseConfig(budget=BUDGET, strategy="id3", target_modules=TARGETS)
     first = trl_trainer("SFT", llama(), tmp_path / "sft", ["text"], peft_config=config)
     first.train()
     first.save_model(tmp_path / "first")

@@ -10,6 +10,7 @@ import trainers
 from deltas import bits
 from models import build
 from oracle import unmasked_sets
+from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
 from trainers import assert_same, outcome, sentences, tokenizer
 from transformers import LlamaForCausalLM, TrainerCallback
@@ -79,7 +80,7 @@ def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
     gradients = {name: (before - dense.get_parameter(name)).detach() / 0.5 for name, before in start.named_parameters()}
     scores = {name: grad.abs() / (start.get_parameter(name).abs() + 1) ** 2 for name, grad in gradients.items()}
     cut = torch.cat([score.flatten() for score in scores.values()]).topk(BUDGET).values[-1]
-    sparse = sparsify(load(base), BUDGET)
+    sparse = sparsify(load(base), BUDGET, "id3")
     TRAINERS[kind](sparse, tmp_path, **options).train()
     best = {name: (score >= cut).flatten().nonzero().flatten().tolist() for name, score in scores.items()}
     assert unmasked_sets(sparse) == best
@@ -90,14 +91,14 @@ def test_the_entries_and_their_updates_are_the_oracles(kind, base, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_logged_and_resumed_bit_for_bit(kind, base, tmp_path):
-    straight = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
+    straight = TRAINERS[kind](sparsify(load(base), BUDGET, "id3"), tmp_path)
     straight.train()
     engine = get_engine(straight.model)
     assert (engine.steps, engine.unmasked) == (STEPS, BUDGET)
     assert summary(straight.model, verify=True).verification.ok
     assert [log["unmasked"] for log in straight.state.log_history if "loss" in log] == [10, 20, 30, 40]
     assert (tmp_path / "checkpoint-2" / "model.safetensors").stat().st_size < 6_000
-    resumed = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path)
+    resumed = TRAINERS[kind](sparsify(load(base), BUDGET, "id3"), tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(outcome(resumed), outcome(straight))
 
@@ -106,7 +107,9 @@ def test_dpos_reference_is_the_base(base, tmp_path):
     """By default a second model is loaded by the base's name; computed ahead of training, there is none."""
     runs = []
     for precompute in (False, True):
-        trainer = dpo(sparsify(load(base), BUDGET), tmp_path / str(precompute), precompute_ref_log_probs=precompute)
+        trainer = dpo(
+            sparsify(load(base), BUDGET, "id3"), tmp_path / str(precompute), precompute_ref_log_probs=precompute
+        )
         assert (trainer.ref_model is None) == precompute
         trainer.train()
         runs.append(outcome(trainer))
@@ -123,11 +126,11 @@ def losses(trainer):
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_the_base_takes_the_place_of_the_second_model_that_is_freed(kind, base, tmp_path):
     options = {"beta": 0.3, "save_strategy": "no"}
-    trainer = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path, **options)
+    trainer = TRAINERS[kind](sparsify(load(base), BUDGET, "id3"), tmp_path, **options)
     second = weakref.ref(trainer.ref_model)
     trainer.train()
     assert second() is None
-    late = TRAINERS[kind](sparsify(load(base), BUDGET), tmp_path, callbacks=[], **options)
+    late = TRAINERS[kind](sparsify(load(base), BUDGET, "id3"), tmp_path, callbacks=[], **options)
     late.add_callback(SparsifyCallback())
     with pytest.warns(UserWarning, match=r"reference is a second model.*pass it in callbacks=\[...\]"):
         late.train()
@@ -154,7 +157,7 @@ SYNCED = {"save_strategy": "no", "ref_model_sync_steps": 2, "ref_model_mixup_alp
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_reference_that_is_synced_follows_the_trained_values(kind, base, tmp_path):
-    model, mixing, tokens = sparsify(load(base), BUDGET), Mixing(load(base)), torch.arange(8)[None]
+    model, mixing, tokens = sparsify(load(base), BUDGET, "id3"), Mixing(load(base)), torch.arange(8)[None]
     trainer = TRAINERS[kind](model, tmp_path, callbacks=[SparsifyCallback(), mixing], beta=0.3, **SYNCED)
     for _ in range(2):
         trainer.train()
@@ -166,22 +169,28 @@ def test_a_reference_that_is_synced_follows_the_trained_values(kind, base, tmp_p
 def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_kept(base, tmp_path):
     given = load(base)
     for model, options, match in (
-        (sparsify(load(base), BUDGET), {"ref_model": given}, "it was given to the trainer"),
-        (sparsify(load(base), BUDGET, modules_to_save=["lm_head"]), {}, "`lm_head.weight` of modules_to_save has no"),
+        (sparsify(load(base), BUDGET, "id3"), {"ref_model": given}, "it was given to the trainer"),
+        (
+            sparsify(load(base), BUDGET, "id3", modules_to_save=["lm_head"]),
+            {},
+            "`lm_head.weight` of modules_to_save has no",
+        ),
     ):
         kind = partial(trl.DPOTrainer, **options)
         with pytest.raises(SparsifyError, match=f"{match}.*sync_ref_model=True would mix"):
             dpo(model, tmp_path, kind=kind, **SYNCED).train()
     with pytest.raises(SparsifyError, match=r"do not correspond: pass callbacks=\[SparsifyCallback\(\)\]"):
-        dpo(sparsify(load(base), BUDGET, steps=STEPS), tmp_path, callbacks=[], **SYNCED).train()
-    trainer = dpo(sparsify(load(base), BUDGET), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1)
+        dpo(sparsify(load(base), BUDGET, "id3", steps=STEPS), tmp_path, callbacks=[], **SYNCED).train()
+    trainer = dpo(
+        sparsify(load(base), BUDGET, "id3"), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1
+    )
     trainer.train()
     assert trainer.ref_model is given
 
 
 def test_the_reference_of_a_quantized_model_is_quantized(base, tmp_path):
     def sparse():
-        return sparsify(quantize(load(base), "nf4"), BUDGET, steps=STEPS, target_modules="all-linear")
+        return sparsify(quantize(load(base), "nf4"), BUDGET, "id3", steps=STEPS, target_modules="all-linear")
 
     trainer = dpo(sparse(), tmp_path, save_strategy="no")
     trainer.train()
@@ -192,20 +201,16 @@ def test_the_reference_of_a_quantized_model_is_quantized(base, tmp_path):
 
 
 def test_a_peft_config_is_refused_by_its_name(base, tmp_path):
-    from peft import LoraConfig
-
     for callbacks in ([], None):
         kind = partial(trl.DPOTrainer, peft_config=LoraConfig(r=2))
         with pytest.raises(SparsifyError, match=r"does not require grad: .*trainers that are given a peft_config"):
-            dpo(sparsify(load(base), BUDGET, steps=STEPS), tmp_path, callbacks=callbacks, kind=kind).train()
+            dpo(sparsify(load(base), BUDGET, "id3", steps=STEPS), tmp_path, callbacks=callbacks, kind=kind).train()
 
 
 def test_a_sparse_lora_is_its_own_reference_with_the_adapter_off(base, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     model = get_peft_model(load(base), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     before = copy.deepcopy(model.state_dict())
-    trainer = dpo(sparsify(model, 0.3), tmp_path)
+    trainer = dpo(sparsify(model, 0.3, "id3"), tmp_path)
     assert trainer.ref_model is None
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
@@ -255,13 +260,13 @@ def test_each_rollout_of_a_follower_is_by_the_weights_of_its_version(base, tmp_p
         return {"prompt_ids": ids, "completion_ids": sampled, "logprobs": None}
 
     callback = SparsifyCallback(publish=lambda update: sampler.apply(bytes(update)))
-    model = sparsify(load(base), BUDGET)
+    model = sparsify(load(base), BUDGET, "id3")
     trainer = grpo(model, tmp_path, callbacks=[callback], rollout_func=rollout, **options)
     trainer.train()
     assert found == versions
     rollout(["bal ket"], trainer)
     assert found[-1] == STEPS
-    resumed = grpo(sparsify(load(base), BUDGET), tmp_path, callbacks=[callback], rollout_func=rollout, **options)
+    resumed = grpo(sparsify(load(base), BUDGET, "id3"), tmp_path, callbacks=[callback], rollout_func=rollout, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # a chain of its own, counted from 0
     assert found[len(versions) + 1 :] == [version - 2 for version in versions if version >= 2]
     assert bits(resumed.model) == bits(model)

@@ -103,7 +103,7 @@ def test_servers_that_come_late_or_start_again_get_a_snapshot_and_an_earlier_run
 
 def test_the_callback_publishes_to_servers(tmp_path, served):
     with Server(served[1]) as server:
-        trained = sparsify(llama(), 60)
+        trained = sparsify(llama(), 60, "id3")
         publisher = VLLMPublisher(trained, server.url)
         options = {"rows": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4, "save_strategy": "no", "max_steps": 3}
         make_trainer(trained, tmp_path, callbacks=[SparsifyCallback(publish=publisher)], **options).train()

@@ -11,47 +11,44 @@ from products import KINDS, SIZES, exact, factors, seeded, triton_kernels
 from sparsify.core import gradients
 from sparsify.kernels.sddmm import plain_sddmm, sampling_pays
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 
 @pytest.fixture(params=["plain", "triton"], scope="module")
 def form(request, device):
     return plain_sddmm if request.param == "plain" else triton_kernels(device).sddmm
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
-    kind=st.sampled_from(sorted(KINDS)), tokens=st.just(0) | SIZES, rows=SIZES, cols=SIZES, seed=st.integers(0, 999),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), number=st.sampled_from([0, 1, 15, 16, 17, 100]),
+    kind=st.sampled_from(sorted(KINDS)), tokens=SIZES | st.sampled_from([255, 257]), rows=SIZES, cols=SIZES,
+    number=st.sampled_from([1, 15, 16, 17, 63, 64, 65, 100]), strided=st.booleans(), seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )  # fmt: skip
-def test_the_entries_are_those_of_the_product(kind, tokens, rows, cols, seed, dtype, number):
+def test_the_entries_are_those_of_the_product(form, kind, tokens, rows, cols, number, strided, seed, dtype):
+    if dtype == torch.float16 or form is not plain_sddmm:  # which has no large numbers, and may round denormals
+        kind = "random"
     left, right = factors(kind, tokens, rows, cols, dtype, seed)
-    indices = torch.randint(rows * cols, (number,), generator=seeded(seed))
-    taken = plain_sddmm(left, right, indices)
-    assert taken.dtype == torch.float32
+    indices = torch.randint(rows * cols, (number,), generator=seeded(seed))  # some of which may repeat
+    expected = exact(left, right).take(indices)
     # the rounding of sums in float32, and of terms that are too small for it
     off = (left.double().abs().t() @ right.double().abs()) * tokens * 2**-23 + tokens * 2**-126
-    error = (taken.double() - exact(left, right).view(-1)[indices]).abs()
-    assert (error <= off.view(-1)[indices]).all()
+    if strided:
+        left, right = left.t().contiguous().t(), right.repeat_interleave(2, 1)[:, ::2]
+        indices = indices.repeat_interleave(2)[::2]
+    taken = form(left, right, indices)
+    assert taken.dtype == torch.float32
+    assert ((taken.double() - expected).abs() <= off.take(indices)).all()
 
 
-@settings(max_examples=15)
-@given(
-    st.sampled_from([1, 15, 16, 17, 255, 257, 600]), st.integers(1, 5), st.integers(1, 40),
-    st.sampled_from([1, 63, 64, 65]), st.sampled_from(DTYPES), st.integers(0, 99),
-)  # fmt: skip
-def test_entries_in_any_short_type_are_summed_in_float32(form, tokens, rows, cols, number, dtype, seed):
-    left, right = factors("random", tokens, rows, cols, dtype, seed)
-    indices = torch.randint(rows * cols, (number,), generator=seeded(seed))
-    entries = form(left, right, indices)
-    assert entries.dtype == torch.float32
-    torch.testing.assert_close(entries.double(), exact(left, right).take(indices), rtol=0, atol=1e-4)
+@pytest.mark.parametrize(("tokens", "number"), [(0, 3), (3, 0)])
+def test_without_tokens_all_entries_are_zero_and_there_may_be_none(tokens, number):
+    left, right = factors("random", tokens, 4, 5)
+    assert plain_sddmm(left, right, torch.arange(number)).tolist() == [0] * number
 
 
-@pytest.mark.parametrize("tokens", [256, 257, 700, 1024])
+@pytest.mark.parametrize("tokens", [700, 1024])
 def test_factors_too_large_for_a_gpus_cache_are_gone_through_in_slices_with_the_same_sums(form, tokens, monkeypatch):
     left, right = factors("random", tokens, 5, 40, torch.bfloat16)
-    whole = form(left, right, indices := torch.arange(0, 200, 3))
+    whole = form(left, right, indices := torch.arange(0, 200, 6))
     monkeypatch.setattr("sparsify.kernels.triton.AT_ONCE", 512 * 90)  # bytes, of 512 tokens
     # a GPU adds the numbers of a slice of another length in another order
     torch.testing.assert_close(form(left, right, indices), whole, rtol=1e-6, atol=1e-5 if left.is_cuda else 0)
@@ -63,14 +60,6 @@ def test_a_warning_that_was_shown_once_is_not_shown_again(recwarn):
         warnings.warn("of a user's loop", stacklevel=1)
         plain_sddmm(*factors("random", 4, 3, 2), torch.arange(3))
     assert [str(each.message) for each in recwarn] == ["of a user's loop"]
-
-
-def test_entries_may_repeat_in_any_order_and_factors_be_strided(form):
-    left, right = factors("random", 40, 30, 20)
-    indices = torch.tensor([599, 0, 0, 7, 599] * 5)
-    expected = exact(left, right).view(-1)[indices].float()
-    taken = form(left.t().contiguous().t(), right.repeat_interleave(2, 1)[:, ::2], indices.repeat_interleave(2)[::2])
-    torch.testing.assert_close(taken, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [1, 40])

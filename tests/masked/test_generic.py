@@ -55,12 +55,7 @@ class Lists(nn.Module):
 
 MODULES = {
     "LayerNorm": lambda: nn.LayerNorm(DIM),
-    "RMSNorm": lambda: nn.RMSNorm(DIM),
     "BatchNorm1d": lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * DIM)),
-    "GroupNorm": lambda: nn.GroupNorm(3, 3),
-    "PReLU": lambda: nn.PReLU(3),
-    "Conv1d": lambda: nn.Conv1d(3, 5, 2),
-    "Conv2d": lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 2, 2)),
     "ConvTranspose1d": lambda: nn.ConvTranspose1d(3, 2, 2),
     "GRUCell": lambda: nn.Sequential(nn.Flatten(), nn.GRUCell(3 * DIM, 2)),
     "subclass of Linear": lambda: ScaledLinear(DIM, 2),
@@ -80,11 +75,10 @@ def assert_gradients(masked, plain, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_output_input_gradient_and_gradients_are_the_plain_modules(name, dtype):
-    plain = nn.Sequential(MODULES[name]()).to(dtype)
+def test_output_input_gradient_and_gradients_are_the_plain_modules(name):
+    plain = nn.Sequential(MODULES[name]())
     masked = sparsify_fully(copy.deepcopy(plain))
-    x, results = torch.randn(2, 3, DIM, dtype=dtype), []
+    x, results = torch.randn(2, 3, DIM), []
     for model in (masked, plain):
         leaf = x.clone().requires_grad_()
         y = model(leaf)

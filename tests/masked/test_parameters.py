@@ -53,7 +53,6 @@ def eagerly(function):
 
 IN_FORWARD = {
     "attribute": lambda m, h: h @ m.table.weight.T,
-    "get_parameter": lambda m, h: h @ m.get_parameter("layer.weight"),
     "parameters": lambda m, h: h + squares(m.layer.parameters()),
     "named_parameters": lambda m, h: h * dict(m.named_parameters())["norm.weight"],
     "state_dict": lambda m, h: h @ m.state_dict(keep_vars=True)["layer.weight"],
@@ -127,7 +126,7 @@ UNFOLLOWED = {
 @pytest.mark.parametrize("match", UNFOLLOWED)
 def test_a_use_whose_gradient_would_be_lost_is_refused_by_name(match):
     with pytest.raises(SparsifyError, match=match):
-        UNFOLLOWED[match](sparsify(Model(), 10, steps=2), torch.arange(6))
+        UNFOLLOWED[match](sparsify(Model(), 10, "id3", steps=2), torch.arange(6))
 
 
 @pytest.mark.filterwarnings("ignore:.*was read outside")
@@ -204,7 +203,7 @@ def test_a_weight_that_is_tied_to_another_one_afterwards_is_refused_by_name():
 
 
 def test_a_weight_that_is_read_outside_of_the_forward_is_named_once():
-    model = sparsify(Model(), 10, steps=2)
+    model = sparsify(Model(), 10, "id3", steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.table.weight.chunk(2)  # as fully_shard() does
@@ -220,7 +219,7 @@ def test_a_weight_that_is_read_outside_of_the_forward_is_named_once():
 @pytest.mark.parametrize("make", [lambda outer: outer, lambda outer: 2 * outer], ids=["leaf", "computed"])
 def test_weights_from_outside_get_their_gradient(name, make):
     plain, ids, gradients = Model(IN_FORWARD["attribute"]), torch.arange(6), []
-    masked = sparsify(copy.deepcopy(plain), 10, steps=2)
+    masked = sparsify(copy.deepcopy(plain), 10, "id3", steps=2)
     for model in (plain, masked):
         own = plain.get_parameter(name)
         outer = nn.Parameter(torch.linspace(-1, 1, own.numel()).view_as(own))
@@ -253,7 +252,7 @@ def test_a_masked_parameter_is_an_ordinary_one_to_what_looks_at_it():
 def test_a_module_may_checkpoint_over_its_own_parameter_after_the_budget_is_spent():
     model = Model(IN_FORWARD["checkpointed"])
     nn.init.constant_(model.scale, 50.0)  # so large that no entry of it is unmasked
-    descend(sparsify(model, 2, steps=1), [torch.arange(6)] * 3, lr=0.0)
+    descend(sparsify(model, 2, "id3", steps=1), [torch.arange(6)] * 3, lr=0.0)
 
 
 def test_buffers_can_still_be_resized_in_place():
@@ -276,7 +275,7 @@ def test_a_parameter_that_is_replaced_for_good_is_refused_by_name():
 
 
 def test_a_graph_that_was_built_before_desparsify_is_refused():
-    model = sparsify(Model(), 10, steps=2)
+    model = sparsify(Model(), 10, "id3", steps=2)
     loss = model(torch.arange(6))
     desparsify(model)
     with pytest.raises(SparsifyError, match=r"built before desparsify\(\)"):

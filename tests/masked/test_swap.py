@@ -28,19 +28,14 @@ MODULES = {
 }
 
 
-@pytest.fixture(params=MODULES)
-def case(request):
-    make, masked_class = MODULES[request.param]
-    return make(), masked_class
-
-
 def held_by(module):
     """What a module holds, one level deep: parameters, buffers, hooks, attributes."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in module.__dict__.items()}
 
 
-def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_behind(case):
-    module, masked_class = case
+@pytest.mark.parametrize(("make", "masked_class"), MODULES.values(), ids=MODULES)
+def test_a_swapped_module_has_its_masked_class_and_unswapping_leaves_nothing_behind(make, masked_class):
+    module = make()
     plain_class, x, before, model = type(module), torch.randn(2, DIM), held_by(module), nn.Sequential(module)
     x = torch.tensor([1, 2]) if isinstance(module, nn.Embedding) else x
     expected, parameters = module(x), dict(module.named_parameters())

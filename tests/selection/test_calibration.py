@@ -34,6 +34,12 @@ def assert_close(totals, expected):
         torch.testing.assert_close(total, grad)
 
 
+def test_gradients_are_summed_over_the_batches(model_and_batches):
+    model, batches = model_and_batches
+    totals = calibrate(model, list(model.parameters()), D3(), batches[:2])
+    assert_close(totals, map(sum, zip(*(gradient(model, batch) for batch in batches[:2]), strict=True)))
+
+
 @pytest.mark.parametrize("num_samples", [1, 12, 17, 1024])
 def test_fisher_squares_the_gradients_of_single_examples_up_to_its_number(model_and_batches, num_samples):
     model, batches = model_and_batches
@@ -41,7 +47,7 @@ def test_fisher_squares_the_gradients_of_single_examples_up_to_its_number(model_
     totals = calibrate(model, list(model.parameters()), Fisher(num_samples), waiting)
     assert len(list(waiting)) == (num_samples <= 12), "no more batches are read than it needs"
     squares = [[grad**2 for grad in gradient(model, example)] for example in examples(batches[:2])[:num_samples]]
-    assert_close(totals, [sum(of_parameter) for of_parameter in zip(*squares, strict=True)])
+    assert_close(totals, map(sum, zip(*squares, strict=True)))
 
 
 def test_a_function_that_runs_backward_itself_does_the_same(model_and_batches):

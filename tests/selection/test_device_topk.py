@@ -3,14 +3,12 @@
 import copy
 import gc
 import math
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, build, loss_of, sparsified, train
-from oracle import unmasked_sets
+from models import build, loss_of, train
 from products import seeded
 from twins import Twins
 
@@ -20,7 +18,7 @@ from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
 
 STEPS, BUDGET = 6, 61
-NUMBERS = [0.0, 1.0, -1.0, 0.5, 2.0, -4.0]  # few, so that there are ties
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -4.0, 1e-3, 1e-40, 1e30, -1e38]  # few, so that there are ties
 
 
 @pytest.fixture(params=["plain", "triton"])
@@ -121,27 +119,21 @@ def test_the_best_of_several_devices_are_selected(like_a_gpu):
     assert not topks[0].finite
 
 
+in_triton = pytest.mark.parametrize("like_a_gpu", ["triton"], indirect=True)  # in the other form as on a CPU
+
+
 def optimizer_of(model):
     return torch.optim.SGD([model.sparse_values], lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_id3_is_the_oracle(name, like_a_gpu, small_parts):
-    dense, batches = build(name, dtype=torch.float64)
+def test_id3_is_the_oracle(like_a_gpu, small_parts):
+    dense, batches = build("mlp", dtype=torch.float64)
     sparse = sparsify(copy.deepcopy(dense), BUDGET, "id3", steps=STEPS)
-    twins = Twins(dense, sparse, BUDGET, STEPS, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    twins.train(batches[:STEPS])  # which compares losses and weights, too
-    assert unmasked_sets(sparse) == twins.oracle.unmasked_sets()
+    Twins(dense, sparse, BUDGET, STEPS).train(batches[:STEPS])  # which compares the two
     assert get_engine(sparse).unmasked == BUDGET
 
 
-def test_a_gradient_that_is_not_finite_unmasks_nothing_and_is_returned(like_a_gpu):
-    model, batches = sparsified("mlp", BUDGET, "id3", steps=STEPS)
-    (loss_of(model, batches[0]) * torch.inf).backward()
-    assert not model.sparse_values.grad.isfinite().any()
-    assert get_engine(model).unmasked == 0
-
-
+@in_triton
 def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
     gc.collect()  # the step's hook goes over all sparsified models, of which none may die while Dynamo traces it
     models, (batch, *_) = [build("mlp")[0] for _ in range(2)], build("mlp")[1]
@@ -153,12 +145,12 @@ def test_an_optimizer_step_that_is_compiled_writes_the_weights_too(like_a_gpu):
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
 
 
-@pytest.mark.parametrize("write", [lambda values: values.data.mul_(3), lambda values: values.detach().mul_(3)])
-def test_a_forward_follows_a_flat_delta_that_was_written_to(write, like_a_gpu):
+@in_triton
+def test_a_forward_follows_a_flat_delta_that_was_written_to(like_a_gpu):
     model, (first, second, *_) = build("mlp")
     sparsify(model, BUDGET, "id3", steps=STEPS)
     train(model, [first], optimizer=optimizer_of(model))
-    write(model.sparse_values)
+    model.sparse_values.data.mul_(3)
     loss_of(model, second)
     tensors = [tensor for tensor in get_engine(model).tensors if tensor.count]
     assert all(torch.equal(tensor.take(tensor.indices), tensor.base + tensor.delta) for tensor in tensors)

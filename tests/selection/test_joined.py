@@ -14,12 +14,15 @@ pytestmark = pytest.mark.usefixtures("device")
 SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0": 9}), Repeat()]
 
 
-def test_a_gradient_is_kept_in_memory_of_its_own():
-    (tensor, _), values = get_engine(sparsify(nn.Linear(3, 2), 4, "random")).tensors, torch.ones(2, 3)
-    small = Joined()
-    small.add([(tensor, DenseGradient(values, owned=False))])
-    values.zero_()  # as another backward may
-    assert small.values.all()
+def test_a_gradient_that_waits_has_memory_of_its_own_unless_a_linear_layer_alone_has_read_it():
+    layers, values = (nn.Linear(3, 2), nn.Conv1d(3, 2, 1)), torch.ones(2, 3)
+    small, near = (get_engine(sparsify(layer, 4, "random")).tensors[0] for layer in layers)
+    joined, span = Joined(), Span()
+    joined.add([(small, DenseGradient(values, owned=False))])
+    span.take(near, DenseGradient(values, owned=False))
+    values.zero_()  # as another backward may, or a compiled graph, which uses its buffers again
+    assert joined.values.all()
+    assert span.values.all()
 
 
 def test_neighbours_are_joined_in_order_with_zeros_for_what_lies_between_them(monkeypatch):
@@ -65,11 +68,3 @@ def test_an_expert_that_gets_no_tokens_keeps_its_values_where_the_weights_alone_
     descend(model, [torch.ones(3, 4)])
     assert model[1].indices.numel()
     assert model[1].weight.equal(before)
-
-
-def test_a_matrix_that_waits_for_its_neighbours_has_memory_of_its_own_unless_a_linear_layer_alone_has_read_it():
-    tensor, _ = get_engine(sparsify(nn.Conv1d(3, 2, 1), 4, "random")).tensors
-    span, values = Span(), torch.ones(2, 3)
-    span.take(tensor, DenseGradient(values, owned=False))
-    values.zero_()  # as a compiled graph may, which uses its buffers again
-    assert span.values.all()

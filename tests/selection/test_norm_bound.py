@@ -16,30 +16,18 @@ def found_in(left, right, least, most=ALL):
     return staircase(left, right, torch.as_tensor(least, dtype=torch.float32).expand(left.shape[1]), most)
 
 
-def entries_of(steps, cols):
-    nothing = torch.empty(0, dtype=torch.int64)
-    return torch.cat([nothing, *((rows[:, None] * cols + columns).view(-1) for rows, columns in steps)])
-
-
 @settings(max_examples=100)
 @given(
     kind=st.sampled_from(sorted(KINDS)), tokens=st.one_of(SIZES, st.integers(129, 700)), rows=SIZES, cols=SIZES,
-    seed=st.integers(0, 999), dtype=st.sampled_from(DTYPES), weighted=st.booleans(),
-    share=st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0]),
+    seed=st.integers(0, 999), dtype=st.sampled_from(DTYPES), share=st.sampled_from([0.0, 0.5, 0.9, 0.999, 1.0]),
 )  # fmt: skip
-def test_no_entry_is_missed(kind, tokens, rows, cols, seed, dtype, weighted, share):
-    """Even where some tokens weigh more than others: then the product may overflow, and nothing is found."""
+def test_no_entry_is_missed(kind, tokens, rows, cols, seed, dtype, share):
     left, right = factors(kind, tokens, rows, cols, dtype, seed)
-    if weighted:
-        weights = 10 ** torch.randn(tokens // 32 + 1, generator=torch.Generator().manual_seed(seed))
-        left = left * weights.repeat_interleave(32)[:tokens, None].to(dtype)
     size = exact(left, right).abs()
     least = size.quantile(share, dim=1).float()  # which all but a share of each row's entries reach
     found = found_in(left, right, least)
-    if weighted and found is None:
-        return
     reached = (size >= least[:, None].double() * (1 + 1e-6)).view(-1).nonzero().squeeze(1)
-    entries = entries_of(found, cols)
+    entries = torch.cat([(rows[:, None] * cols + columns).view(-1) for rows, columns in found] or [reached[:0]])
     assert torch.isin(reached, entries).all()
     assert entries.unique().numel() == entries.numel() == size_of(found)
 
@@ -52,8 +40,7 @@ def test_what_the_norms_rule_out_is_not_found_and_factors_may_be_strided(dtype):
     right[:, :140] *= 1e-3
     least = torch.full((200,), 1.0).index_fill(0, torch.tensor([1]), torch.inf)
     ((rows, columns),) = found_in(left, right, least)
-    assert sorted(rows.tolist()) == [0, 2]
-    assert sorted(columns.tolist()) == list(range(140, 150))
+    assert (set(rows.tolist()), set(columns.tolist())) == ({0, 2}, {*range(140, 150)})
 
 
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 3e38])

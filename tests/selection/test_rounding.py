@@ -19,7 +19,7 @@ def test_no_selected_entry_is_worse_than_a_left_out_one_by_more_than_the_roundin
     layer, x, grad = nn.Linear(300, 200, bias=False), torch.randn(50, 300), torch.randn(50, 200)
     layer, x, grad = (part.to("cuda" if way == "a GPU" else "cpu", torch.bfloat16) for part in (layer, x, grad))
     exact = D3().score(layer.weight.detach().double(), grad.double().t() @ x.double()).flatten()
-    sparsify(layer, 2_000, steps=1)
+    sparsify(layer, 2_000, "id3", steps=1)
     layer(x).backward(grad)
     chosen = torch.zeros_like(exact, dtype=torch.bool).index_fill_(0, get_engine(layer).entries.ids, True)
     assert chosen.sum() == 2_000

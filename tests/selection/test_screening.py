@@ -67,12 +67,14 @@ def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(
     plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
     biases = 64 + 64 + 32
     monkeypatch.setattr("sparsify.selection.joined.LARGEST", 64)
-    work = work_of(sparsify(copy.deepcopy(plain), 30, steps=3), steps=2)  # the first step keeps all of the candidates
+    work = work_of(
+        sparsify(copy.deepcopy(plain), 30, "id3", steps=3), steps=2
+    )  # the first step keeps all of the candidates
     assert work.dense == 64 * 32 + biases, "the first gradient of a step, without a threshold to compare it with"
     assert work.screened + work.skipped == 64 * 64 + 32 * 64
     assert work.screened > 0
     monkeypatch.setattr("sparsify.selection.joined.LARGEST", 1 << 14)
-    model = sparsify(plain, 30, steps=3, schedule=Schedule(every=2))
+    model = sparsify(plain, 30, "id3", steps=3, schedule=Schedule(every=2))
     others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     dense = Work(dense=64 * 64 + 2 * 64 * 32 + biases)
     assert work_of(model) == work_of(model) == dense, "a step without a selection leaves the last one's"

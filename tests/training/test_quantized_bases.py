@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from models import build, train
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from trainers import make_trainer, rows_of
+from transformers import BitsAndBytesConfig, GPT2LMHeadModel, LlamaForCausalLM, TorchAoConfig
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyCallback, SparsifyError, desparsify, load_model, sparsify
 from sparsify.api import base_weights, get_engine, summary
@@ -14,26 +16,16 @@ from sparsify.common.quantized import is_quantized
 from sparsify.training.plan import STATE
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes comes with the extra `quantized`")
-pytest.importorskip("torchao", reason="torchao comes with the extra `quantized`")
+ao = pytest.importorskip("torchao.quantization", reason="torchao comes with the extra `quantized`")
 
 STEPS = 4
-
-
-def config(scheme):
-    from transformers import BitsAndBytesConfig, TorchAoConfig
-
-    if scheme == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    if scheme == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
-
-    if scheme == "torchao-int8":
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)))
-
-
-SCHEMES = ["nf4", "int8", "torchao-int8", "torchao-int4"]
+CONFIGS = {
+    "nf4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao-int8": lambda: TorchAoConfig(ao.Int8WeightOnlyConfig()),
+    "torchao-int4": lambda: TorchAoConfig(ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(8))),
+}
+SCHEMES = [*CONFIGS]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +36,17 @@ def folder(tmp_path_factory):
 
 
 def load(folder, scheme=None, **options):
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config(scheme) if scheme else None, **options)
+    config = CONFIGS[scheme]() if scheme else None
+    return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, **options)
 
 
 def trainer(model, out, callbacks=()):
     return make_trainer(model, out, rows_of("llama"), list(callbacks), max_steps=STEPS, learning_rate=1e-3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(("scheme", "small"), zip(SCHEMES, (False, True, False, True), strict=True))
 def test_the_trainer_takes_a_quantized_model_and_goes_on_from_its_checkpoint(small, scheme, folder, tmp_path):
-    models = [sparsify(load(folder, scheme), 60, steps=STEPS, target_modules="all-linear") for _ in range(2)]
+    models = [sparsify(load(folder, scheme), 60, "id3", steps=STEPS, target_modules="all-linear") for _ in range(2)]
     callbacks = [SparsifyCallback()] if small else []
     trainer(models[0], tmp_path, callbacks).train()
     if small:
@@ -70,44 +60,52 @@ def test_the_trainer_takes_a_quantized_model_and_goes_on_from_its_checkpoint(sma
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_after_desparsify_the_quantizer_is_what_it_was(scheme, folder, tmp_path):
+def test_after_desparsify_quantizer_and_untrained_layers_are_what_they_were(scheme, folder, tmp_path):
     model = load(folder, scheme)
-    kind = type(model.hf_quantizer)
-    sparsify(model, 60, steps=STEPS, target_modules="all-linear")
+    kind, layers, keys = type(model.hf_quantizer), [*map(type, model.modules())], [*model.state_dict()]
+    sparsify(model, 60, "id3", steps=STEPS, target_modules="all-linear")
     assert isinstance(model.hf_quantizer, kind)
     assert model.hf_quantizer.is_serializable()
     assert copy.deepcopy(model).hf_quantizer.is_qat_trainable
     desparsify(model)
     assert type(model.hf_quantizer) is kind
+    assert ([*map(type, model.modules())], [*model.state_dict()]) == (layers, keys)
     with pytest.raises(ValueError, match="purely quantized models"):
         trainer(model, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_dequantized_model_is_an_ordinary_one_for_transformers(scheme, folder, tmp_path):
+def test_desparsify_refuses_until_it_may_dequantize_and_then_makes_an_ordinary_model(scheme, folder, tmp_path):
     model, batches = load(folder, scheme), build("llama")[1]
-    train(sparsify(model, 60, steps=STEPS, target_modules="all-linear"), batches[:STEPS])
-    before = model.eval()(**batches[0]).logits
+    train(sparsify(model, 60, "id3", steps=STEPS, target_modules="all-linear"), batches[:STEPS])
+    before, layers = model.eval()(**batches[0]).logits, [*map(type, model.modules())]
+    with pytest.raises(SparsifyError, match=r"quantized .*SparseDelta.from_model\(model\).*dequantize=True"):
+        desparsify(model)
+    assert [*map(type, model.modules())] == layers
+    assert torch.equal(model(**batches[0]).logits, before)
     desparsify(model, dequantize=True).save_pretrained(tmp_path / "dense")
     assert not model.is_quantized
-    assert torch.equal(load(tmp_path / "dense").eval()(**batches[0]).logits, before)
+    loaded = load(tmp_path / "dense").eval()
+    assert torch.equal(loaded(**batches[0]).logits, before)
+    assert [*map(type, model.modules())] == [*map(type, loaded.modules())]
     assert not any(is_quantized(parameter) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:2])
 def test_a_model_that_is_dequantized_in_part_is_loaded_as_it_was_saved(scheme, folder, tmp_path):
-    model = sparsify(load(folder, scheme).train(), 60, steps=STEPS, target_modules=["q_proj"])
+    model = sparsify(load(folder, scheme).train(), 60, "id3", steps=STEPS, target_modules=["q_proj"])
     desparsify(train(model, build("llama")[1][:STEPS]), dequantize=True).save_pretrained(tmp_path)
     layers = [each.model.layers[0].self_attn for each in (model, load(tmp_path))]
     assert torch.equal(*(layer.q_proj.weight for layer in layers))
     assert all(type(layer.q_proj) is torch.nn.Linear is not type(layer.k_proj) for layer in layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "dtype"), [
+    *((scheme, torch.float32) for scheme in SCHEMES), ("nf4", torch.bfloat16), ("int8", torch.bfloat16)
+])  # fmt: skip
 def test_what_is_saved_is_the_packed_base_and_a_delta_that_load_model_puts_together(scheme, dtype, folder, tmp_path):
     model, batches = load(folder, scheme, dtype=dtype), build("llama")[1]
-    sparsify(model, 60, steps=STEPS, target_modules="all-linear", modules_to_save=["model.norm"])
+    sparsify(model, 60, "id3", steps=STEPS, target_modules="all-linear", modules_to_save=["model.norm"])
     train(model, batches[:STEPS])
     with pytest.warns(UserWarning, match="trained values cannot be written into quantized weights"):
         model.save_pretrained(tmp_path)
@@ -119,7 +117,10 @@ def test_what_is_saved_is_the_packed_base_and_a_delta_that_load_model_puts_toget
 
 
 def test_the_trainer_saves_so_too_and_of_a_part_or_inside_base_weights_only_what_was_there(folder, tmp_path):
-    model, batch = sparsify(load(folder, "nf4"), 60, steps=STEPS, target_modules="all-linear"), build("llama")[1][0]
+    model, batch = (
+        sparsify(load(folder, "nf4"), 60, "id3", steps=STEPS, target_modules="all-linear"),
+        build("llama")[1][0],
+    )
     run = trainer(model, tmp_path / "out", [SparsifyCallback()])
     run.train()
     run.save_model(tmp_path / "saved")
@@ -131,7 +132,7 @@ def test_the_trainer_saves_so_too_and_of_a_part_or_inside_base_weights_only_what
         model.save_pretrained(tmp_path / "plain")
     for base in (tmp_path / "plain", tmp_path / "saved" / "base"):
         assert torch.equal(load(base).train()(**batch).logits, load(folder, "nf4").train()(**batch).logits)
-    whole = sparsify(torch.nn.Sequential(load(folder, "nf4")), 60, steps=STEPS, target_modules="all-linear")
+    whole = sparsify(torch.nn.Sequential(load(folder, "nf4")), 60, "id3", steps=STEPS, target_modules="all-linear")
     with pytest.raises(SparsifyError, match=r"saving this part of the model.*Keep the delta"):
         whole[0].save_pretrained(tmp_path / "part")
     desparsify(whole)[0].save_pretrained(tmp_path / "part")
@@ -169,23 +170,22 @@ def test_a_delta_of_weights_that_were_not_quantized_goes_over_quantized_ones_wit
 
 def test_a_torchao_model_that_is_trained_elsewhere_saves_an_ordinary_folder(folder, tmp_path):
     model, batches = load(folder, "torchao-int8"), build("llama")[1]
-    train(sparsify(model, 6, steps=STEPS, target_modules=["embed_tokens"]), batches[:STEPS])
+    train(sparsify(model, 6, "id3", steps=STEPS, target_modules=["embed_tokens"]), batches[:STEPS])
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path).train()(**batches[0]).logits, model(**batches[0]).logits)
 
 
-@pytest.mark.parametrize("scheme", ["nf4", "int8", "torchao-int8"])
-@pytest.mark.parametrize("target_modules", [None, "all-linear"])
+@pytest.mark.parametrize(("scheme", "target_modules"), [
+    ("nf4", None), ("int8", "all-linear"), ("torchao-int8", "all-linear")
+])  # fmt: skip
 def test_qlora_trains_entries_of_the_adapters_and_leaves_the_base_alone(scheme, target_modules, folder, tmp_path):
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
     base = load(folder, scheme)
     if scheme != "torchao-int8":
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.0))
     packed = {name: copy.deepcopy(p.detach()) for name, p in model.named_parameters() if is_quantized(p)}
     assert packed
-    sparsify(model, 40, steps=STEPS, target_modules=target_modules)
+    sparsify(model, 40, "id3", steps=STEPS, target_modules=target_modules)
     engine = get_engine(model)
     assert all("lora_" in tensor.name and not tensor.is_quantized for tensor in engine.tensors)
     assert len(engine.tensors) == 8
@@ -199,12 +199,10 @@ def test_qlora_trains_entries_of_the_adapters_and_leaves_the_base_alone(scheme, 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
 def test_gpt2s_transposed_layers_take_their_delta_quantized_or_dequantized_but_not_plain(scheme, tmp_path):
-    from transformers import GPT2LMHeadModel
-
     plain, batches = build("gpt2")
     plain.save_pretrained(tmp_path)
-    base = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=config(scheme)).train()
-    model = sparsify(copy.deepcopy(base), 300, steps=STEPS, target_modules=["c_proj"])
+    base = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=CONFIGS[scheme]()).train()
+    model = sparsify(copy.deepcopy(base), 300, "id3", steps=STEPS, target_modules=["c_proj"])
     delta = SparseDelta.from_model(train(model, batches[:STEPS]))
     assert delta.num_entries == 300  # biases have 64 in all
     delta.check(base)

@@ -24,7 +24,7 @@ SIZES = {"0.weight": 7 * 4, "1.weight": 4 * 5, "1.bias": 5, "2.weight": 5, "2.bi
 def model():
     """An embedding with a padding row, a layer, a norm, and a head that is trained dense."""
     layers = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    return sparsify(layers, BUDGET, steps=STEPS, modules_to_save=["3"])
+    return sparsify(layers, BUDGET, "id3", steps=STEPS, modules_to_save=["3"])
 
 
 def train(model, steps):
@@ -78,7 +78,7 @@ def test_sparsity_and_entropy_are_those_of_the_densities():
     assert even.selection_entropy == pytest.approx(math.log(3))
 
 
-def test_the_text_says_it_all():
+def test_the_text_says_it_all_and_less_before_the_first_step():
     work = Work(screened=84_312, dense=600_123, skipped=84_934_656)
     found = a_summary(num_dense=1500, budget=2000, unmasked=500, num_candidates=40_000, last_work=work)
     assert str(found).splitlines() == [
@@ -97,6 +97,10 @@ def test_the_text_says_it_all():
         "  b           4  40.0000%",
         "  a           2  20.0000%",
     ]
+    fresh = str(a_summary(steps=None, step=0, unmasked=0, counts={"a": 0}, sizes={"a": 10}))
+    assert "step               0\n" in fresh
+    assert "trained dense      nothing" in fresh
+    assert "unmasked most" not in fresh
 
 
 @pytest.mark.parametrize(
@@ -108,13 +112,6 @@ def test_a_rate_is_suggested_as_a_multiple_of_full_fine_tunings(strategy, rate):
     assert ("learning rate" in str(found)) == bool(rate)
     assert rate is None or f"try {rate} that of full fine-tuning" in str(found)
     assert "learning rate" not in str(a_summary(num_new=40))  # an adapter's numbers
-
-
-def test_a_model_that_has_not_started_has_a_short_text_and_table():
-    found = a_summary(steps=None, step=0, unmasked=0, counts={"a": 0}, sizes={"a": 10})
-    assert "step               0\n" in str(found)
-    assert "trained dense      nothing" in str(found)
-    assert "unmasked most" not in str(found)
 
 
 def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
@@ -131,7 +128,7 @@ def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
 
 def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    for each in (model, sparsify(nn.Linear(1000, 1000), 2500, steps=1), plain):
+    for each in (model, sparsify(nn.Linear(1000, 1000), 2500, "id3", steps=1), plain):
         print_trainable_parameters(each)
     total = sum(SIZES.values()) + 18
     assert capsys.readouterr().out.splitlines() == [
@@ -139,19 +136,6 @@ def test_trainable_parameters_are_printed_in_pefts_words(model, capsys):
         "trainable params: 2,500 || all params: 1,001,000 || trainable%: 0.2498",
         "trainable params: 6 || all params: 12 || trainable%: 50.0000",
     ]
-
-
-def test_every_preset_can_be_looped_over(capsys):
-    for name in PRESETS:
-        layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-        options = {}
-        if name in ("fish", "sparseadapter"):
-            options = {"calibration": lambda model: model(torch.ones(1, 4)).square().sum().backward()}
-        budget = None if name == "bitfit" else 20
-        sparsify(layers, budget, name, steps=3, fresh_modules=["0", "1"], **options)
-        print_trainable_parameters(layers)
-        assert str(summary(layers)).startswith(f"strategy           {name}")
-        assert all(parameter.requires_grad for parameter in desparsify(layers).parameters())
 
 
 def test_full_fine_tuning_leaves_a_plain_model_that_may_be_sparsified():
@@ -179,7 +163,7 @@ def trained(strategy="id3", steps=3, planned=6, **options):
 
 
 @pytest.mark.parametrize(("strategy", "schedule"), RUNS, ids=str)
-@pytest.mark.parametrize("steps", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("steps", [0, 3, 8])
 def test_an_honest_run_is_verified_at_any_step(strategy, schedule, steps):
     found = summary(trained(strategy, steps, schedule=schedule), verify=True)
     assert found.verification.ok
@@ -188,7 +172,11 @@ def test_an_honest_run_is_verified_at_any_step(strategy, schedule, steps):
     assert "NOT verified" not in str(found)
 
 
-def test_a_frozen_entry_that_moved_is_found_and_named():
+def test_a_frozen_entry_that_moved_and_a_base_value_that_was_tampered_with_are_found_and_named():
+    model = trained()
+    tensor = next(tensor for tensor in get_engine(model).tensors if tensor.count)
+    get_engine(model).entries.base[tensor.slots[0]] += 1
+    assert summary(model, verify=True).verification.changed == (tensor.name,)
     model = trained()
     frozen = sorted(set(range(60)) - set(model.first.indices.tolist()))[0]
     model.first.weight.data.view(-1)[frozen] += 1e-6
@@ -196,14 +184,6 @@ def test_a_frozen_entry_that_moved_is_found_and_named():
     assert found.verification.changed == ("first.weight",)
     assert "NOT verified" in str(found)
     assert "1 tensors differ from the base at frozen entries: first.weight" in str(found)
-
-
-def test_a_base_value_that_was_tampered_with_is_found():
-    model = trained()
-    tensor = next(t for t in model._sparsify_engine.tensors if t.count)
-    engine = model._sparsify_engine
-    engine.entries.base[int(tensor.slots[0])] += 1
-    assert summary(model, verify=True).verification.changed == (tensor.name,)
 
 
 def test_a_cast_model_cannot_be_verified_and_says_so():
@@ -216,7 +196,7 @@ def test_entries_that_wait_for_a_gradient_are_reported():
     model, batches = sparsified("mlp", 30, "id3", steps=1, target_modules=["first"])
     with torch.no_grad():
         model.second.weight.zero_()  # nothing behind it has a gradient any more
-    model._sparsify_engine.base_digests.pop("second.weight")
+    get_engine(model).base_digests.pop("second.weight")
     found = summary(train_model(model, batches[:1]), verify=True).verification
     assert (found.unmasked, found.expected, found.ok) == (0, 30, False)
     assert "0 entries are unmasked, the schedule says 30" in str(found)

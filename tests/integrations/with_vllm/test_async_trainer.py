@@ -86,7 +86,7 @@ def test_trl_trains_on_answers_of_the_versions_that_it_counts(server, folder, tm
         callbacks=[SparsifyCallback(), versions],
         weight_transfer=publisher,
     )
-    publisher.model = sparsify(trainer.model, 2000)
+    publisher.model = sparsify(trainer.model, 2000, "id3")
     queue = WatchedQueue(trainer)
     trainer.train()
 
