@@ -15,12 +15,14 @@ import torch
 from checkpoints import bert, save
 from deltas import fine_tuned, make_base, task
 from hub_server import OWNER, client_environment, hub_server
+from peft import get_peft_model
 
 import sparsify
 from sparsify import SparseDelta, SparsifyError
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.sparse_delta import TensorDelta
+from sparsify.peft import SparseConfig
 
 
 @pytest.fixture
@@ -261,6 +263,14 @@ def test_a_checkpoint_in_training_is_shown_and_becomes_a_delta(run, tmp_path):
     assert json.loads(run("info", checkpoint, "--json"))["payload_sha256"] is None
     assert "4 entries after 1 steps" in run("from-checkpoint", checkpoint, "--out", tmp_path / "delta")
     assert SparseDelta.load(tmp_path / "delta") == SparseDelta.from_model(model)
+
+
+def test_an_adapter_of_peft_is_shown_and_verified(run, tmp_path):
+    bert().save_pretrained(tmp_path / "base")
+    config = SparseConfig(budget=8, strategy="random", task_type="SEQ_CLS")
+    get_peft_model(bert(), config).save_pretrained(tmp_path / "adapter")
+    assert "8 in " in run("info", tmp_path / "adapter")
+    assert "has no hash of it" in run("verify", tmp_path / "adapter", "--base", tmp_path / "base")
 
 
 def test_warnings_are_lines_and_transformers_is_not_imported_to_merge_plain_names(run, tmp_path, monkeypatch, capsys):
