@@ -49,7 +49,7 @@ def sparsify(
             the strategy says how many (``"bitfit"``, ``"full"``, a given set).
         strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``, ``"d3-repeat"``,
             ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
-            masks, or flat indices. ``None``: what has trained best on such models, among the entries of linear layers:
+            masks, or flat indices. ``None``: what runs on such models speak for, among the entries of linear layers:
             ``"random"`` for a causal language model, ``"id3"`` with the schedule ``"early"`` for others and adapters.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.

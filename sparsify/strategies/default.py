@@ -1,4 +1,4 @@
-"""What ``sparsify(model, budget)`` does where no strategy is named: what trained best on models of the same kind.
+"""What ``sparsify(model, budget)`` does where no strategy is named: what runs on models of the same kind speak for.
 
 The runs behind it are in tutorials/choosing.md. The paper's own setting is ``strategy="id3"``, for all parameters.
 """
