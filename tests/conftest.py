@@ -11,12 +11,14 @@ if PROCESSES is not None:  # in one of them, and not where they are started
 import pytest  # noqa: E402
 import torch  # noqa: E402 - which reads the number of threads when it is imported
 from hypothesis import settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels run on the CPU
-settings.load_profile("ci")  # of hypothesis: the same examples each time, however long they take
+settings.load_profile("ci")  # of hypothesis: the same examples each time, however long they take,
+providers._get_local_constants = providers.Constants  # and whichever modules a process has imported by then
 sys.path[:0] = [str(Path(__file__).parent / "helpers"), str(Path(__file__).parents[1])]  # which has `examples`
 
 

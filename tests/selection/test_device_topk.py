@@ -60,7 +60,9 @@ def a_tensor(shape, generator, random):
         grad = torch.cat([grad[::2], torch.zeros(1, shape[1])])
     if random.random() < 0.3:
         weight, grad = weight.t().contiguous().t(), grad.t().contiguous().t()
-    return weight, grad.bfloat16() if random.random() < 0.3 else grad, rows
+    if random.random() < 0.3:  # without subnormal numbers, which Triton's interpreter takes for zeros
+        grad = grad.where(grad.abs() > 1e-37, 0).bfloat16()
+    return weight, grad, rows
 
 
 def plain_sort(tensors, importance, size):
