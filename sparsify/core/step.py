@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ class Pass:
         self.held: dict[MaskedTensor, Gradient] = {}  # sums of tensors that are used again
         self.settled: set[MaskedTensor] = set()
 
-    def hold(self, gradients: Iterable[tuple[MaskedTensor, Gradient]]) -> None:
+    def hold(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
         """Adds the gradients of a use to those of others, and settles the sums that no other is to come to."""
-        for tensor, gradient in gradients:
+        for tensor, found in gradients.items():
+            gradient = tensor.gradient(found) if isinstance(found, Tensor) else found
             if tensor in self.held:
                 gradient = self.held.pop(tensor).add(gradient)
             if tensor.waiting:
@@ -151,8 +152,11 @@ class TrainingStep:
                 self.current_root = Root(values, self)
             return self.current_root.output
 
-    def collect(self, use: Use, device: torch.device, gradient: Callable[[MaskedTensor], Gradient]) -> None:
-        """Takes a use's gradients, which a function makes, where they are wanted; the first use begins a pass."""
+    def collect(self, use: Use, device: torch.device, gradient: Callable[[MaskedTensor], Gradient | Tensor]) -> None:
+        """Takes a use's gradients, which a function makes, where they are wanted; the first use begins a pass.
+
+        Those of taps are plain tensors, of the parameter's shape.
+        """
         graph, tensors = torch._C._current_graph_task_id(), use.tensors
         if use.unread:
             tensors = [own for own in tensors if own not in use.unread]
@@ -166,7 +170,7 @@ class TrainingStep:
             if self.reached is not None:
                 self.reached.update(tensors)
             counts, seen = self.entries.counts, () if current.selector is None else current.selector.sees
-            current.hold([(own, gradient(own)) for own in tensors if seen is None or counts[own.number] or own in seen])
+            current.hold({own: gradient(own) for own in tensors if seen is None or counts[own.number] or own in seen})
 
     def commit(self) -> Tensor:
         """Ends the backward pass: unmasks the winners and returns the flat gradient (capacity,)."""

@@ -55,7 +55,7 @@ class Use:
         for tensor in () if recomputed else tensors:
             tensor.waiting.add(self._number)
 
-    def collect(self, device: torch.device, gradient: Callable[[MaskedTensor], Gradient]) -> None:
+    def collect(self, device: torch.device, gradient: Callable[[MaskedTensor], Gradient | Tensor]) -> None:
         """Ends the use in backward: hands over the gradients that are wanted, which a function makes on a device."""
         if torch.is_grad_enabled():  # in a backward pass, under create_graph=True only
             raise SparsifyError(NOT_TWICE)

@@ -41,10 +41,10 @@ def scatter(
     number = ids.numel()
     written = [(weight, offset) for weight, offset, count in zip(weights, offsets, counts, strict=True) if count]
     repeats = [count for count in counts if count]
-    for device, dtype in dict.fromkeys((weight.device, weight.dtype) for weight, _ in written):
-        there = [(weight.device, weight.dtype) == (device, dtype) for weight, _ in written]
-        first = [weight.data_ptr() - offset * weight.itemsize for weight, offset in written]  # where id 0 would be
-        table = [address if own else 0 for address, own in zip(first, there, strict=True)]
+    first = [weight.data_ptr() - offset * weight.itemsize for weight, offset in written]  # where id 0 would be
+    kinds = [(weight.device, weight.dtype) for weight, _ in written]
+    for device, dtype in dict.fromkeys(kinds):
+        table = [address if kind == (device, dtype) else 0 for address, kind in zip(first, kinds, strict=True)]
         addresses = upload(table, device).repeat_interleave(upload(repeats, device), output_size=number)
         bits, places = (part.to(device, non_blocking=True) for part in (as_bits(values.to(dtype)), ids))
         with torch.cuda.device_of(bits):

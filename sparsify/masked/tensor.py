@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -143,6 +144,12 @@ class ModelTensor(MaskedTensor):
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
         parameter = self.parameter.data
         shards.write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
+
+
+def are_plain(tensors: Sequence[MaskedTensor]) -> bool:
+    """Whether all parameters are ordinary tensors: neither quantized nor sharded."""
+    kinds = {(type(tensor.parameter), tensor.is_quantized) for tensor in tensors}
+    return not any(is_quantized or is_shard(kind) for kind, is_quantized in kinds)
 
 
 def matrix_shape(tensor: MaskedTensor) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The streaming selector of several ranks, all of which select the same: the best entries of the mean gradient."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +45,7 @@ class RanksSelector(StreamingSelector):
         # FSDP2 has each weight whole in its own backward only, where its gradient is offered
         self.joins = self._can_wait = not is_fully_sharded(entries.root)
         small = [tensor for tensor in tensors if is_small(tensor) and self.joins]
-        self._small: dict[MaskedTensor, Gradient | None] = dict.fromkeys(small)  # gradients, as far as there are any
+        self._small: dict[MaskedTensor, Tensor | None] = dict.fromkeys(small)  # gradients (n,), as far as there are any
         self._waiting: list[tuple[MaskedTensor, DenseGradient]] = []
         self._begun: Callable[[], None] | None = None  # offers what is being averaged
         meshes = [tensor.parameter.device_mesh for tensor in tensors if tensor.shards > 1]
@@ -80,7 +81,7 @@ class RanksSelector(StreamingSelector):
     def offer_joined(self, batches: Sequence[Joined]) -> None:
         self._offer_waiting()
         for own in batches:
-            self._small.update({t: DenseGradient(values.view(matrix_shape(t))) for t, values in own.gradients.items()})
+            self._small.update(own.gradients)
 
     def winners(self) -> Winners:
         """Returns the selected entries, best first; to be called once all ranks have come to the end of the pass."""
@@ -108,11 +109,11 @@ class RanksSelector(StreamingSelector):
             self._offer_share(weight[start:], grad, 0, ids, self._copies)
 
     def _offer_mean_of_small(self) -> None:
-        by_device: dict[torch.device, Joined] = {}
-        for tensor, gradient in self._small.items():
+        by_device: defaultdict[torch.device, Joined] = defaultdict(Joined)
+        for tensor, found in self._small.items():
             device = tensor.parameter.device
-            own = gradient or DenseGradient(torch.zeros(matrix_shape(tensor), dtype=self._dtype, device=device))
-            by_device.setdefault(device, Joined()).add([(tensor, own)])
+            own = torch.zeros(tensor.numel, dtype=self._dtype, device=device) if found is None else found
+            by_device[device].gradients[tensor] = own
         for small in by_device.values():
             weight, grad, offset, ids = small.entries(self._excluded_places(small))
             self._work.dense += grad.numel()

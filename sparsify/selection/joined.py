@@ -22,12 +22,13 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.step import Pass
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
-from sparsify.masked.tensor import matrix_shape
+from sparsify.masked.tensor import are_plain, matrix_shape
 
 ALIKE = 1e-2  # by which share two norms of one gradient may differ, as sums in bfloat16 do
 LARGEST = 1 << 14  # entries of a small tensor
 LARGEST_AHEAD = 3 << 20  # of one that is joined to its neighbours on a GPU, and
 AT_ONCE = 1 << 23  # of all that are: gradients, a copy of them, and one of the weights
+NONE: Mapping[MaskedTensor, Tensor] = {}
 _flat = torch._utils._flatten_dense_tensors  # copies, one after the other: (n,); without a view of each in Python
 
 
@@ -47,23 +48,45 @@ class JoiningPass(Pass):
         self._small: defaultdict[torch.device, Joined] = defaultdict(Joined)
         self._spans: defaultdict[torch.device, Span] = defaultdict(Span)
 
-    def hold(self, gradients: Iterable[tuple[MaskedTensor, Gradient]]) -> None:
-        small: list[tuple[MaskedTensor, Gradient]] = []
-        others: list[tuple[MaskedTensor, Gradient]] = []
+    def hold(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
+        if not self._hold_shared(gradients):
+            self._hold_each(gradients)
+
+    def _hold_shared(self, gradients: Any) -> bool:
+        """Takes the gradients of a shared node's taps as they are; returns whether it did."""
+        first = next(iter(gradients.values()), None)
+        if len(gradients) < 2 or not isinstance(first, Tensor) or not self._joins:
+            return False
+        small = self._small[first.device]
+        if first.dim() == 1:
+            small.add(gradients)
+            return True
+        used_before = {*self.held, *self.settled, *small.gradients}.intersection(gradients)
+        if used_before or any(tensor.waiting for tensor in gradients) or not self._joins_neighbours:
+            return False
+        self.settled.update(gradients)
+        self._settle([Span(gradients)])
+        return True
+
+    def _hold_each(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
+        small: dict[MaskedTensor, DenseGradient] = {}
+        others: dict[MaskedTensor, Gradient | Tensor] = {}
         tensor: Any
-        for tensor, gradient in gradients:
+        for tensor, found in gradients.items():
+            gradient = tensor.gradient(found) if isinstance(found, Tensor) else found
             if tensor.rows is not None:
                 gradient = tensor.of_rows(gradient)
             if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
                 gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
             if is_small(tensor) and (self._joins or not tensor.collector.sharded):
-                small.append((tensor, gradient))
+                small[tensor] = _whole(tensor, gradient)
             elif self._joins_neighbours and self._is_joined(tensor, gradient):
                 self._join(tensor, gradient)
             else:
-                others.append((tensor, gradient))
-        if small:
-            self._small[small[0][1].device].add(small)  # those of one use are on one device
+                others[tensor] = gradient
+        if small:  # those of one use are on one device
+            joined = self._small[next(iter(small.values())).device]
+            joined.add({tensor: (own.own() if len(small) == 1 else own).values for tensor, own in small.items()})
         if others:
             super().hold(others)
 
@@ -103,17 +126,13 @@ class JoiningPass(Pass):
 class Joined:
     """Whole gradients of tensors on one device: added up as they come in, and joined when they are all there."""
 
-    def __init__(self) -> None:
-        self.gradients: dict[MaskedTensor, Tensor] = {}  # (n,) in memory of their own
+    def __init__(self, gradients: Mapping[MaskedTensor, Tensor] = NONE) -> None:
+        self.gradients = dict(gradients)  # (n,) in memory of their own, but those that are settled at once
 
-    def add(self, gradients: Sequence[tuple[MaskedTensor, Gradient]]) -> None:
-        """Adds the gradients of one use, and copies them at once: another backward may write into what it got."""
-        if len(gradients) == 1:
-            copies = [_whole(*gradients[0]).own().values.view(-1)]
-        else:  # in one operation
-            parts = [_whole(tensor, gradient).values for tensor, gradient in gradients]
-            copies = [*_flat(parts).split([tensor.numel for tensor, _ in gradients])]
-        for (tensor, _), own in zip(gradients, copies, strict=True):
+    def add(self, gradients: Mapping[MaskedTensor, Tensor]) -> None:
+        """Adds the gradients of one use, and copies several at once: another backward may write into what it got."""
+        copies = _flat([*gradients.values()]).split([tensor.numel for tensor in gradients])
+        for tensor, own in zip(gradients, copies, strict=True):
             self.gradients[tensor] = self.gradients[tensor] + own if tensor in self.gradients else own
 
     @cached_property
@@ -162,7 +181,9 @@ class Joined:
 
         Those in the excluded places have no gradient, and so are never offered.
         """
-        whole = [own.weight if is_shard(own.parameter) or own.is_quantized else own.parameter for own in self.tensors]
+        whole = [own.parameter for own in self.tensors]
+        if not are_plain(self.tensors):
+            whole = [own.weight for own in self.tensors]
         self.values.index_fill_(0, excluded, 0)
         return self._join(whole), self.values, *self._ids()
 
@@ -174,17 +195,17 @@ class Joined:
 class Span(Joined):
     """Gradients of neighbours, with zeros for what lies between them, so that the values' ids are consecutive."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._first, self._stop = sys.maxsize, 0  # ids
+    def __init__(self, gradients: Mapping[MaskedTensor, Tensor] = NONE) -> None:
+        super().__init__(gradients)
+        self._first = min([own.offset for own in gradients], default=sys.maxsize)  # ids
+        self._stop = max([own.offset + own.numel for own in gradients], default=0)
 
     def take(self, tensor: MaskedTensor, gradient: Gradient) -> bool:
         """Takes a tensor's only gradient, unless it lies too far from the others; returns whether it did."""
         first, stop = min(self._first, tensor.offset), max(self._stop, tensor.offset + tensor.numel)
         if self.gradients and stop - first > AT_ONCE:
             return False
-        dense = gradient.dense()  # what a group's node got is of linear layers, which share it with nothing
-        self.gradients[tensor] = (dense if tensor in tensor.collector.groups else dense.own()).values.reshape(-1)
+        self.gradients[tensor] = gradient.dense().own().values.view(-1)
         self._first, self._stop = first, stop
         return True
 

@@ -70,7 +70,7 @@ def groups(tensors: Iterable[ModelTensor]) -> dict[MaskedTensor, list[MaskedTens
     vectors: list[MaskedTensor] = []
     matrices: list[MaskedTensor] = []
     for tensor in tensors:
-        if tensor.is_parallel or tensor.is_quantized:
+        if tensor.is_parallel or tensor.is_partial or tensor.is_quantized or tensor.rows is not None:
             continue
         if len(tensor.shape) == 1:
             if is_small(tensor):

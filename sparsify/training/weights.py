@@ -27,7 +27,7 @@ from sparsify.core.taps import CHANGED
 from sparsify.core.tensor import MaskedTensor
 from sparsify.errors import SparsifyError
 from sparsify.kernels import has_triton
-from sparsify.masked.tensor import ModelTensor
+from sparsify.masked.tensor import ModelTensor, are_plain
 from sparsify.training.distributed import check_root
 from sparsify.training.entries import ModelEntries
 
@@ -302,7 +302,6 @@ def check_trained(step: TrainingStep, call: str) -> None:
 
 def _can_scatter(tensors: Sequence[MaskedTensor]) -> bool:
     """Whether weights can be written to together, by their addresses."""
-    parameters = [tensor.parameter for tensor in tensors if not tensor.is_quantized]
+    parameters = [tensor.parameter for tensor in tensors]
     on_gpu = all(runs_ahead(device) and has_triton(device) for device in {each.device for each in parameters})
-    is_plain = len(parameters) == len(tensors) and not any(map(is_shard, set(map(type, parameters))))
-    return on_gpu and is_plain and all(map(Tensor.is_contiguous, parameters))
+    return on_gpu and are_plain(tensors) and all(map(Tensor.is_contiguous, parameters))

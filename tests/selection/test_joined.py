@@ -8,20 +8,26 @@ from torch import nn
 
 from sparsify import D3, Increment, Magnitude, Repeat, Strategy, get_engine, sparsify
 from sparsify.core.gradients import DenseGradient
-from sparsify.selection.joined import Joined, Span
+from sparsify.selection.joined import JoiningPass, Span
 
 pytestmark = pytest.mark.usefixtures("device")
 SELECTIONS = [Increment(), Increment(select="first"), Increment(allocation={"0": 9}), Repeat()]
 
 
-def test_a_gradient_that_waits_has_memory_of_its_own_unless_a_linear_layer_alone_has_read_it():
-    layers, values = (nn.Linear(3, 2), nn.Conv1d(3, 2, 1)), torch.ones(2, 3)
-    small, near = (get_engine(sparsify(layer, 4, "random")).tensors[0] for layer in layers)
-    joined, span = Joined(), Span()
-    joined.add([(small, DenseGradient(values, owned=False))])
-    span.take(near, DenseGradient(values, owned=False))
-    values.zero_()  # as another backward may, or a compiled graph, which uses its buffers again
-    assert joined.values.all()
+def test_a_gradient_that_waits_has_memory_of_its_own():
+    waiting, span = JoiningPass(None), Span()
+    near, _ = get_engine(sparsify(nn.Linear(3, 2), 4, "random")).tensors
+    model = sparsify(nn.LayerNorm(4), 8, "random")
+    grads = {tensor: torch.ones(4) for tensor in get_engine(model).tensors}
+    waiting.hold(grads)  # of one node
+    for tensor, grad in grads.items():  # of a node each
+        waiting.hold({tensor: grad})
+    grads[near] = torch.ones(2, 3)
+    span.take(near, DenseGradient(grads[near], owned=False))
+    for grad in grads.values():
+        grad.zero_()  # as another backward may, or a compiled graph, which uses its buffers again
+    waiting.settle_rest()
+    assert torch.cat([values for _, values in waiting.taken]).tolist() == [2.0] * 8
     assert span.values.all()
 
 

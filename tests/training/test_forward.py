@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import descend
+from models import run_steps
 from oracle import unmasked_sets
 from products import seeded
 from torch import nn
@@ -63,8 +63,14 @@ def test_on_a_gpu_a_weight_that_was_written_to_after_forward_is_refused_as_elsew
         loss.backward()
 
 
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
 RUNS = {
-    "checkpointed": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "checkpointed": checkpointed,
+    "and checkpointed": lambda block, x: checkpointed(block, block(x)),
+    "checkpointed first": lambda block, x: block(checkpointed(block, x)),
     "twice": lambda block, x: block(block(x)),
     "without gradients": torch.no_grad()(lambda block, x: block(x)),
     "functional": lambda block, x: torch.func.functional_call(block, {"1.bias": torch.zeros(8)}, (x,)),
@@ -72,19 +78,35 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("ahead", [(), GPU], ids=["on a CPU", "as on a GPU"])
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_however_a_part_runs_its_parameters_train_as_with_nodes_of_their_own(run, ahead, monkeypatch):
+def assert_trains_as_with_own_nodes(run, inputs, monkeypatch, ahead, largest):
+    """Three steps, of a loss over a forward pass for each of the inputs (n, 5, 8), in both ways."""
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
+    monkeypatch.setattr("sparsify.selection.joined.LARGEST", largest)  # entries of a tensor that waits for the end
     outcomes = []
     for own_nodes in (False, True):
         model = sparsify(Blocks(run), 60, "id3", steps=4)
         if own_nodes:
             get_engine(model).shared_tap = lambda tensor: None
-        descend(model, [torch.randn(5, 8, generator=seeded(seed)) for seed in range(4)])
+        run_steps(
+            model, [inputs] * 3, loss_of=lambda model, inputs: sum(model(x).float().square().mean() for x in inputs)
+        )
         outcomes.append((unmasked_sets(model), model.state_dict()))
     assert outcomes[0][0] == outcomes[1][0]
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
+
+
+ways = pytest.mark.parametrize(("ahead", "largest"), [((), 64), (GPU, 64), (GPU, 8)], ids=["CPU", "GPU", "large"])
+
+
+@ways
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_however_a_part_runs_its_parameters_train_as_with_nodes_of_their_own(run, ahead, largest, monkeypatch):
+    assert_trains_as_with_own_nodes(run, BATCH[None], monkeypatch, ahead, largest)
+
+
+@ways
+def test_forward_passes_of_one_loss_train_as_with_nodes_of_their_own(ahead, largest, monkeypatch):
+    assert_trains_as_with_own_nodes(Blocks().run, torch.stack([BATCH, -2 * BATCH]), monkeypatch, ahead, largest)
 
 
 def test_a_part_that_is_called_by_itself_has_nodes_of_its_own():
