@@ -144,19 +144,19 @@ def test_a_step_calls_no_more_functions_of_python_than_it_did():
             script("overhead").step(model, optimizer)
         calls[method] = script("overhead").calls_of_a_step(model, optimizer)
     added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
-    assert added["static"] <= 645, added
-    assert added["id3"] <= 700, added
+    assert added["static"] <= 620, added
+    assert added["id3"] <= 620, added
 
 
 @pytest.mark.slow
-def test_the_hosts_part_of_a_gpus_step_calls_no_more_functions_of_python_than_it_did():
+def test_the_hosts_part_of_a_gpus_step_calls_no_more_functions_of_python_than_loras():
     options = ["--as-on-a-gpu", "--layers", "4", "--steps", "1", "--rounds", "1"]
     command = [sys.executable, SCRIPTS / "overhead.py", *options]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     calls = {line.split()[0]: int(line.split()[-2].replace(",", "")) for line in lines}
     added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
-    assert added["static"] <= 565, added
-    assert added["id3"] <= 645, added
+    assert added["static"] <= 280, added
+    assert added["id3"] <= added["lora"], added
 
 
 def test_the_roofline_counts_the_products_of_a_layer():
