@@ -39,15 +39,18 @@ class Pass:
         self.settled: set[MaskedTensor] = set()
 
     def hold(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
-        """Adds the gradients of a use to those of others, and settles the sums that no other is to come to."""
+        """Takes the gradients of a use; those of taps are plain tensors, of the parameter's shape."""
         for tensor, found in gradients.items():
-            gradient = tensor.gradient(found) if isinstance(found, Tensor) else found
-            if tensor in self.held:
-                gradient = self.held.pop(tensor).add(gradient)
-            if tensor.waiting:
-                self.held[tensor] = gradient.held()
-            else:
-                self.settle(tensor, gradient)
+            self.add(tensor, tensor.gradient(found) if isinstance(found, Tensor) else found)
+
+    def add(self, tensor: MaskedTensor, gradient: Gradient) -> None:
+        """Adds a gradient to those of other uses, and settles the sum that no other is to come to."""
+        if tensor in self.held:
+            gradient = self.held.pop(tensor).add(gradient)
+        if tensor.waiting:
+            self.held[tensor] = gradient.held()
+        else:
+            self.settle(tensor, gradient)
 
     def settle(self, tensor: MaskedTensor, gradient: Gradient) -> None:
         """Takes the unmasked entries' part of a tensor's whole gradient and offers the rest to the selector."""
@@ -153,13 +156,9 @@ class TrainingStep:
             return self.current_root.output
 
     def collect(self, use: Use, device: torch.device, gradient: Callable[[MaskedTensor], Gradient | Tensor]) -> None:
-        """Takes a use's gradients, which a function makes, where they are wanted; the first use begins a pass.
-
-        Those of taps are plain tensors, of the parameter's shape.
-        """
-        graph, tensors = torch._C._current_graph_task_id(), use.tensors
-        if use.unread:
-            tensors = [own for own in tensors if own not in use.unread]
+        """Takes a use's gradients, which a function makes, where they are wanted; the first use begins a pass."""
+        graph = torch._C._current_graph_task_id()
+        tensors = [own for own in use.tensors if own not in use.unread]
         with self._lock:
             current = self._passes.get(graph)
             if current is None:

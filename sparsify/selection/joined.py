@@ -4,7 +4,6 @@ A bias has a few hundred entries: scanning each by itself would cost more than i
 the end of the pass. On a GPU, where each launch counts, larger ones are joined to their neighbours, a few at a time.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -28,7 +27,6 @@ ALIKE = 1e-2  # by which share two norms of one gradient may differ, as sums in 
 LARGEST = 1 << 14  # entries of a small tensor
 LARGEST_AHEAD = 3 << 20  # of one that is joined to its neighbours on a GPU, and
 AT_ONCE = 1 << 23  # of all that are: gradients, a copy of them, and one of the weights
-NONE: Mapping[MaskedTensor, Tensor] = {}
 _flat = torch._utils._flatten_dense_tensors  # copies, one after the other: (n,); without a view of each in Python
 
 
@@ -43,52 +41,41 @@ class JoiningPass(Pass):
     def __init__(self, selector: Any) -> None:
         super().__init__(selector)
         self._joins = selector is None or selector.joins
-        self._has_ranks = num_ranks() > 1
-        self._joins_neighbours = selector is None or (self._joins and not self._has_ranks)  # ranks select in one order
+        self._joins_neighbours = selector is None or (self._joins and num_ranks() == 1)  # ranks select in one order
         self._small: defaultdict[torch.device, Joined] = defaultdict(Joined)
         self._spans: defaultdict[torch.device, Span] = defaultdict(Span)
 
     def hold(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
-        if not self._hold_shared(gradients):
-            self._hold_each(gradients)
+        if not self._hold_together(gradients):
+            super().hold(gradients)
 
-    def _hold_shared(self, gradients: Any) -> bool:
+    def _hold_together(self, gradients: Any) -> bool:
         """Takes the gradients of a shared node's taps as they are; returns whether it did."""
         first = next(iter(gradients.values()), None)
         if len(gradients) < 2 or not isinstance(first, Tensor) or not self._joins:
             return False
-        small = self._small[first.device]
         if first.dim() == 1:
-            small.add(gradients)
+            self._small[first.device].add(gradients)
             return True
-        used_before = {*self.held, *self.settled, *small.gradients}.intersection(gradients)
-        if used_before or any(tensor.waiting for tensor in gradients) or not self._joins_neighbours:
+        used = self.settled.union(self.held, *(joined.gradients for joined in self._small.values()))
+        if not self._joins_neighbours or not used.isdisjoint(gradients) or any(own.waiting for own in gradients):
             return False
         self.settled.update(gradients)
         self._settle([Span(gradients)])
         return True
 
-    def _hold_each(self, gradients: Mapping[MaskedTensor, Gradient | Tensor]) -> None:
-        small: dict[MaskedTensor, DenseGradient] = {}
-        others: dict[MaskedTensor, Gradient | Tensor] = {}
-        tensor: Any
-        for tensor, found in gradients.items():
-            gradient = tensor.gradient(found) if isinstance(found, Tensor) else found
-            if tensor.rows is not None:
-                gradient = tensor.of_rows(gradient)
-            if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
-                gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
-            if is_small(tensor) and (self._joins or not tensor.collector.sharded):
-                small[tensor] = _whole(tensor, gradient)
-            elif self._joins_neighbours and self._is_joined(tensor, gradient):
-                self._join(tensor, gradient)
-            else:
-                others[tensor] = gradient
-        if small:  # those of one use are on one device
-            joined = self._small[next(iter(small.values())).device]
-            joined.add({tensor: (own.own() if len(small) == 1 else own).values for tensor, own in small.items()})
-        if others:
-            super().hold(others)
+    def add(self, tensor: Any, gradient: Gradient) -> None:
+        if tensor.rows is not None:
+            gradient = tensor.of_rows(gradient)
+        if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
+            gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
+        if is_small(tensor) and (self._joins or not tensor.collector.sharded):
+            # a copy, unless it is the pass's own: another backward may write into it
+            self._small[gradient.device].add({tensor: _whole(tensor, gradient).own().values})
+        elif self._joins_neighbours and self._is_joined(tensor, gradient):
+            self._join(tensor, gradient)
+        else:
+            super().add(tensor, gradient)
 
     def _is_joined(self, tensor: Any, gradient: Gradient) -> bool:
         """Whether a gradient that is not small is whole, and cheaper to settle with others."""
@@ -114,8 +101,7 @@ class JoiningPass(Pass):
     def settle_rest(self) -> None:
         super().settle_rest()
         small = list(self._small.values())
-        if self._has_ranks:
-            check_alike(small)
+        check_alike(small)
         if self._joins:
             self._settle([*self._spans.values(), *small])
         else:
@@ -126,11 +112,11 @@ class JoiningPass(Pass):
 class Joined:
     """Whole gradients of tensors on one device: added up as they come in, and joined when they are all there."""
 
-    def __init__(self, gradients: Mapping[MaskedTensor, Tensor] = NONE) -> None:
+    def __init__(self, gradients: Mapping[MaskedTensor, Tensor] | tuple[()] = ()) -> None:
         self.gradients = dict(gradients)  # (n,) in memory of their own, but those that are settled at once
 
     def add(self, gradients: Mapping[MaskedTensor, Tensor]) -> None:
-        """Adds the gradients of one use, and copies several at once: another backward may write into what it got."""
+        """Adds the gradients of one use, and copies several at once; a single one is taken as it is."""
         copies = _flat([*gradients.values()]).split([tensor.numel for tensor in gradients])
         for tensor, own in zip(gradients, copies, strict=True):
             self.gradients[tensor] = self.gradients[tensor] + own if tensor in self.gradients else own
@@ -195,19 +181,18 @@ class Joined:
 class Span(Joined):
     """Gradients of neighbours, with zeros for what lies between them, so that the values' ids are consecutive."""
 
-    def __init__(self, gradients: Mapping[MaskedTensor, Tensor] = NONE) -> None:
-        super().__init__(gradients)
-        self._first = min([own.offset for own in gradients], default=sys.maxsize)  # ids
-        self._stop = max([own.offset + own.numel for own in gradients], default=0)
-
     def take(self, tensor: MaskedTensor, gradient: Gradient) -> bool:
         """Takes a tensor's only gradient, unless it lies too far from the others; returns whether it did."""
-        first, stop = min(self._first, tensor.offset), max(self._stop, tensor.offset + tensor.numel)
-        if self.gradients and stop - first > AT_ONCE:
+        ids = [id for own in (*self.gradients, tensor) for id in (own.offset, own.offset + own.numel)]
+        if self.gradients and max(ids) - min(ids) > AT_ONCE:
             return False
         self.gradients[tensor] = gradient.dense().own().values.view(-1)
-        self._first, self._stop = first, stop
         return True
+
+    @property
+    def _first(self) -> int:
+        """The first tensor's id."""
+        return self.tensors[0].offset
 
     @cached_property
     def tensors(self) -> list[Any]:

@@ -197,7 +197,7 @@ class Engine(TrainingStep):
         if vars(self.root).get(ENGINE) is not self:
             raise SparsifyError("this graph was built before desparsify(): compute the loss again.")
         check_trained(self, "backward()")
-        self.catch_up(look=False)  # forward has looked
+        self.catch_up()
         optimizer_steps.note_values(self)
         if num_ranks() > 1 and len(self._compared) < 2 and self.step not in self._compared:
             check_ranks_alike(self)  # in the second step, too: then it shows whether gradients are averaged
@@ -318,14 +318,11 @@ class Engine(TrainingStep):
         check_trained(self, "optimizer_stepped()")
         self.optimizer_stepped()
 
-    def catch_up(self, *, by_value: bool = False, look: bool = True) -> bool:
-        """Catches up with interrupted steps and with writes of others; returns whether there is no sign of any.
-
-        Writes into single weights show only where each of them is looked at, which takes a while.
-        """
+    def catch_up(self, *, by_value: bool = False) -> bool:
+        """Catches up with interrupted steps and with writes of others; returns whether there is no sign of any."""
         is_uncounted = optimizer_steps.has_uncounted_step(self)
         others = by_value or self.weights.loaded or self.entries.written or is_uncounted
-        if not others and (not look or self.weights.are_as_left):
+        if not others and self.weights.are_as_left:
             self._mask_dropped()
             return True
         if self.entries.values.is_meta:

@@ -1,5 +1,7 @@
 """The forward passes of the root: small vectors share a node, and on a GPU so do neighbouring small matrices."""
 
+import copy
+
 import pytest
 import torch
 from models import run_steps
@@ -78,13 +80,13 @@ RUNS = {
 }
 
 
-def assert_trains_as_with_own_nodes(run, inputs, monkeypatch, ahead, largest):
+def assert_trains_as_with_own_nodes(blocks, inputs, monkeypatch, ahead, largest):
     """Three steps, of a loss over a forward pass for each of the inputs (n, 5, 8), in both ways."""
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ahead)
     monkeypatch.setattr("sparsify.selection.joined.LARGEST", largest)  # entries of a tensor that waits for the end
     outcomes = []
     for own_nodes in (False, True):
-        model = sparsify(Blocks(run), 60, "id3", steps=4)
+        model = sparsify(copy.deepcopy(blocks), 60, "id3", steps=4)
         if own_nodes:
             get_engine(model).shared_tap = lambda tensor: None
         run_steps(
@@ -101,12 +103,20 @@ ways = pytest.mark.parametrize(("ahead", "largest"), [((), 64), (GPU, 64), (GPU,
 @ways
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_however_a_part_runs_its_parameters_train_as_with_nodes_of_their_own(run, ahead, largest, monkeypatch):
-    assert_trains_as_with_own_nodes(run, BATCH[None], monkeypatch, ahead, largest)
+    assert_trains_as_with_own_nodes(Blocks(run), BATCH[None], monkeypatch, ahead, largest)
 
 
 @ways
 def test_forward_passes_of_one_loss_train_as_with_nodes_of_their_own(ahead, largest, monkeypatch):
-    assert_trains_as_with_own_nodes(Blocks().run, torch.stack([BATCH, -2 * BATCH]), monkeypatch, ahead, largest)
+    assert_trains_as_with_own_nodes(Blocks(), torch.stack([BATCH, -2 * BATCH]), monkeypatch, ahead, largest)
+
+
+@ways
+def test_matrices_alone_train_as_with_nodes_of_their_own(ahead, largest, monkeypatch):
+    blocks = Blocks()
+    for block in blocks:
+        block[0].bias, block[1] = None, nn.Tanh()  # the pass has nothing that waits for its end
+    assert_trains_as_with_own_nodes(blocks, BATCH[None], monkeypatch, ahead, largest)
 
 
 def test_a_part_that_is_called_by_itself_has_nodes_of_its_own():
