@@ -143,6 +143,10 @@ METHODS = {
     FLOOR: Method(_floor),
     FULL: Method(lambda model, settings: _trainee(model)),
     "static": Method(lambda model, settings: _sparsified(model, settings.budget, "pafi"), has_sparse_part=True),
+    "random": Method(
+        lambda model, settings: _sparsified(model, settings.budget, "random", target_modules="all-linear"),
+        has_sparse_part=True,
+    ),
     "bitfit": Method(lambda model, settings: _sparsified(model, None, "bitfit"), has_sparse_part=True),
     "id3": Method(
         lambda model, settings: _sparsified(model, settings.budget, "id3", steps=PLANNED_STEPS),

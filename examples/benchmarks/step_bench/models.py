@@ -94,6 +94,11 @@ DEBERTA_V3_BASE = {
     "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "pooler_hidden_size": 768,
     "pooler_dropout": 0, "pooler_hidden_act": "gelu", "pad_token_id": 0,
 }  # fmt: skip
+GEMMA_270M = {
+    "vocab_size": 262_144, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32_768, "sliding_window": 512, "use_cache": False,
+}  # fmt: skip
 LLAMA_1B = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
@@ -119,6 +124,7 @@ SHAPES = {
         {"num_layers": 6, "num_decoder_layers": 6, "decoder_start_token_id": 0, "use_cache": False},
         depth=("num_layers", "num_decoder_layers"),
     ),
+    "gemma-270m": Shape("Gemma3", "CAUSAL_LM", GEMMA_270M, budget=2_373_120),
     "llama-1b": Shape("Llama", "CAUSAL_LM", LLAMA_1B),
     "llama-7b": Shape(
         "Llama", "CAUSAL_LM",
