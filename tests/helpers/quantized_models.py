@@ -39,6 +39,7 @@ def _bitsandbytes_layer(linear, scheme, compute_dtype):
         options = {"quant_type": scheme[:3], "compress_statistics": scheme.endswith("double")}
         layer = bnb.nn.Linear4bit(*sizes, has_bias, compute_dtype, **options)
         layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, module=layer, **options)
+        layer.support_avx512bf16_for_cpu = False  # else some CPUs repack it for evaluation, 32 rows at a time
     layer.bias = linear.bias
     return layer.to("cpu").train(linear.training)
 
