@@ -208,7 +208,7 @@ def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
     assert path.read_text().count("\n") == len(RULES) + 2
     language.main(["--results", str(path), "--table"])
-    assert "### llama0, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
+    assert f"### {Path(llama).name}, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
 
 
 def test_balanced_entries_are_as_many_in_each_row_and_column():
