@@ -39,7 +39,7 @@ class MaskedLinearModule(MaskedModule):
             return linear(x, weight, bias, self.transposed)
         dtype = autocast_dtype(x)
         short = x if dtype is None else x.to(dtype)
-        with next(iter(self._masked_tensors.values())).collector.saving(x, short, norms=use is not None):
+        with next(iter(self._masked_tensors.values())).collector.saving(x, short, always=use is not None):
             if use is None:  # the weight is a tap
                 return linear(short, weight, bias, self.transposed)
             return run_linear(short, weight, bias, LinearCall(use, masked, dtype, self.transposed))

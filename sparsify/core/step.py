@@ -111,7 +111,7 @@ class TrainingStep:
     compiled: Any = None  # computes the layers while torch.compile traces them
     in_forward = True  # whether the model runs forward, as far as is known, so that module.weight is a tap
     shared_tap: Any = staticmethod(lambda tensor: None)  # a tensor's tap where one node has those of several
-    saving: Any = staticmethod(lambda *of, norms: NOTHING)  # a context for a layer, in which its input is saved
+    saving: Any = staticmethod(lambda *of, always: NOTHING)  # a context for a layer, in which its input is saved
     frozen: Set[MaskedTensor] = frozenset()  # tensors that do not train for now
     around_forward = -1  # the backward pass inside which the model runs forward, by autograd's id; -1 for none
 

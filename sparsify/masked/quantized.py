@@ -111,5 +111,5 @@ def _quantized_linear(module: Any, x: Tensor) -> Tensor:
     else:
         dtype = output_dtype = autocast_dtype(x) or x.dtype
     call = LinearCall(use, tensor, dtype, dequantize=tensor.dequantizer())
-    with tensor.collector.saving(x, x, norms=True):
+    with tensor.collector.saving(x, x, always=True):
         return run_linear(x, None, parameters.get("bias"), call).to(output_dtype)

@@ -22,7 +22,7 @@ MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the weight of a "
     "masked layer, as by an optimizer step between forward and backward. Compute the loss again."
 )
-LARGEST_KEPT = 1 << 22  # numbers of a layer norm's output that is saved
+LARGEST_KEPT = 1 << 22  # numbers of an input that is saved where computing it again takes more of the host
 _EPS = "sparsify_eps"  # in the metadata of a layer norm's node, which does not save it
 _MARK = "sparsify_mark"  # in the metadata of any node: identifies it without keeping its graph alive
 
@@ -105,14 +105,12 @@ def recomputable(x: Tensor) -> Callable[[], Tensor] | None:
     return again
 
 
-def saving(x: Tensor, short: Tensor, *, norms: bool) -> AbstractContextManager[object]:
+def saving(x: Tensor, short: Tensor, *, always: bool) -> AbstractContextManager[object]:
     """A context for a layer of ``x``, cast to ``short``: where it can, autograd saves how to compute that again.
 
-    Without ``norms`` it saves what a layer norm returns unless that is large: it is a quarter as wide as an activation,
-    and a GPU computes it in less time than Python takes for queries, keys and values to ask for it.
+    If not ``always``, it saves a small ``x`` itself: a GPU computes it in less time than Python takes to ask for it.
     """
-    is_norm = isinstance(x.grad_fn, torch._C._functions.NativeLayerNormBackward0)  # type: ignore[attr-defined]
-    again = None if is_norm and not norms and x.numel() <= LARGEST_KEPT else recomputable(x)
+    again = recomputable(x) if always or x.numel() > LARGEST_KEPT else None
     if again is None:
         return NOTHING
     address, dtype = short.data_ptr(), short.dtype

@@ -113,7 +113,7 @@ class RanksSelector(StreamingSelector):
         for tensor, found in self._small.items():
             device = tensor.parameter.device
             own = torch.zeros(tensor.numel, dtype=self._dtype, device=device) if found is None else found
-            by_device[device].gradients[tensor] = own
+            by_device[device].add([tensor], own)
         for small in by_device.values():
             weight, grad, offset, ids = small.entries(self._excluded_places(small))
             self._work.dense += grad.numel()

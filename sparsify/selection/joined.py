@@ -5,7 +5,7 @@ the end of the pass. On a GPU, where each launch counts, larger ones are joined 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -55,7 +55,7 @@ class JoiningPass(Pass):
         if len(gradients) < 2 or not isinstance(first, Tensor) or not self._joins:
             return False
         if first.dim() == 1:
-            self._small[first.device].add(gradients)
+            self._small[first.device].add(gradients, torch.cat([*gradients.values()]))
             return True
         used = self.settled.union(self.held, *(joined.gradients for joined in self._small.values()))
         if not self._joins_neighbours or not used.isdisjoint(gradients) or any(own.waiting for own in gradients):
@@ -71,7 +71,7 @@ class JoiningPass(Pass):
             gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
         if is_small(tensor) and (self._joins or not tensor.collector.sharded):
             # a copy, unless it is the pass's own: another backward may write into it
-            self._small[gradient.device].add({tensor: _whole(tensor, gradient).own().values})
+            self._small[gradient.device].add([tensor], _whole(tensor, gradient).own().values.view(-1))
         elif self._joins_neighbours and self._is_joined(tensor, gradient):
             self._join(tensor, gradient)
         else:
@@ -115,10 +115,9 @@ class Joined:
     def __init__(self, gradients: Mapping[MaskedTensor, Tensor] | tuple[()] = ()) -> None:
         self.gradients = dict(gradients)  # (n,) in memory of their own, but those that are settled at once
 
-    def add(self, gradients: Mapping[MaskedTensor, Tensor]) -> None:
-        """Adds the gradients of one use, and copies several at once; a single one is taken as it is."""
-        copies = _flat([*gradients.values()]).split([tensor.numel for tensor in gradients])
-        for tensor, own in zip(gradients, copies, strict=True):
+    def add(self, tensors: Collection[MaskedTensor], gradients: Tensor) -> None:
+        """Adds the gradients (n,) of one use, one after the other."""
+        for tensor, own in zip(tensors, gradients.split([tensor.numel for tensor in tensors]), strict=True):
             self.gradients[tensor] = self.gradients[tensor] + own if tensor in self.gradients else own
 
     @cached_property
@@ -189,34 +188,33 @@ class Span(Joined):
         self.gradients[tensor] = gradient.dense().own().values.view(-1)
         return True
 
-    @property
-    def _first(self) -> int:
-        """The first tensor's id."""
-        return self.tensors[0].offset
-
     @cached_property
     def tensors(self) -> list[Any]:
         return sorted(self.gradients, key=attrgetter("number"))
 
-    def _join(self, parts: Sequence[Tensor]) -> Tensor:
-        ends = [self._first, *[tensor.offset + tensor.numel for tensor in self.tensors]]
+    @cached_property
+    def _gaps(self) -> Sequence[Tensor]:
+        """Zeros (n,) for what lies before each tensor."""
+        ends = [self.tensors[0].offset, *[tensor.offset + tensor.numel for tensor in self.tensors]]
         gaps = [tensor.offset - end for tensor, end in zip(self.tensors, ends, strict=False)]
-        zeros = parts[0].new_zeros(sum(gaps)).split_with_sizes(gaps)
-        return _flat([*chain(*zip(zeros, parts, strict=True))])
+        return self.gradients[self.tensors[0]].new_zeros(sum(gaps)).split_with_sizes(gaps)
+
+    def _join(self, parts: Sequence[Tensor]) -> Tensor:
+        return _flat([*chain(*zip(self._gaps, parts, strict=True))])
 
     @cached_property
     def _starts(self) -> list[int]:
-        return [tensor.offset - self._first for tensor in self.tensors]
+        return [tensor.offset - self.tensors[0].offset for tensor in self.tensors]
 
     @cached_property
     def unmasked(self) -> tuple[Tensor, Tensor]:
         entries = self.tensors[0].collector.entries
         first, stop = entries.starts[self.tensors[0].number], entries.starts[self.tensors[-1].number + 1]
         slots, ids = (part[first:stop] for part in entries.by_tensor)
-        return slots, (ids - self._first).to(self.values.device)
+        return slots, (ids - self.tensors[0].offset).to(self.values.device)
 
     def _ids(self) -> tuple[int, Tensor | None]:
-        return self._first, None
+        return self.tensors[0].offset, None
 
 
 def _whole(tensor: MaskedTensor, gradient: Gradient) -> DenseGradient:

@@ -191,9 +191,9 @@ class EffectiveWeights:
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer
             marks: list[tuple[Any, ...]] = [(id(values), values.requires_grad, values._version, values.data_ptr())]
             for tensor in self._tensors:
-                own, is_plain = tensor.parameter, not (tensor.is_quantized or tensor.is_parallel)
-                place = (own._version, own.data_ptr()) if is_plain else (own.device,)
-                marks.append((own.requires_grad, own.numel(), *place))  # its shape takes ten times as long
+                own, is_other = tensor.parameter, tensor.is_quantized or tensor.is_parallel
+                place = own.device if is_other else (own._version, own.data_ptr())
+                marks.append((own.requires_grad, own.numel(), place))  # its shape takes ten times as long
             return marks
 
     def mark_stale(self) -> None:

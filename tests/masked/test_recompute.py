@@ -1,5 +1,7 @@
 """An input that autograd can make again is not kept by the layer, and its gradient is the same to the last bit."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from oracle import model_gradients, sparsify_fully
@@ -65,8 +67,9 @@ def test_what_cannot_be_made_again_is_kept(h, name):
 
 @pytest.fixture(params=[(), ("cpu",)], ids=["on a CPU", "as on a GPU"])
 def place(request, monkeypatch):
-    """Where the layer has a node of its own, and where it is a plain one, of a tap."""
+    """Where the layer has a node of its own, and where it is a plain one, of a tap, of a large input."""
     monkeypatch.setattr("sparsify.core.devices.AHEAD", request.param)
+    monkeypatch.setattr("sparsify.masked.recompute.LARGEST_KEPT", 0)
     return request.param
 
 
@@ -86,11 +89,12 @@ def test_a_layer_behind_an_activation_keeps_no_input(activation, autocast, place
 
 
 @pytest.mark.parametrize("largest", [64 * IN, 64 * IN - 1])
-def test_behind_a_layer_norm_a_layer_on_a_gpu_keeps_a_small_input(largest, monkeypatch):
+@pytest.mark.parametrize("before", [nn.LayerNorm(IN), nn.GELU()], ids=str)
+def test_a_layer_on_a_gpu_keeps_a_small_input(before, largest, monkeypatch):
     monkeypatch.setattr("sparsify.core.devices.AHEAD", ("cpu",))
     monkeypatch.setattr("sparsify.masked.recompute.LARGEST_KEPT", largest)
-    model = sparsify_fully(nn.Sequential(nn.LayerNorm(IN), nn.Linear(IN, OUT)))
-    node = model(torch.randn(64, IN)).grad_fn
+    model = sparsify_fully(nn.Sequential(deepcopy(before), nn.Linear(IN, OUT)))
+    node = model(torch.randn(64, IN, requires_grad=True)).grad_fn
     assert (node._raw_saved_mat1.unpack_hook is None) == (largest == 64 * IN)
 
 
