@@ -63,7 +63,7 @@ def test_on_a_gpu_a_weight_that_was_written_to_after_forward_is_refused_as_elsew
     loss = model(torch.randn(5, 4, generator=seeded(1))).sum()
     with torch.no_grad():
         model[2].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|has been modified inplace"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been modified inplace"):
         loss.backward()
 
 
