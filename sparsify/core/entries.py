@@ -56,10 +56,10 @@ class Entries:
         return self.root._buffers[BASE][: self.count]  # type: ignore[index]
 
     def of(self, number: int) -> tuple[Tensor, Tensor]:
-        """Slots and flat indices (k,) of the entries of one tensor, by ascending index."""
+        """Slots and global ids (k,) of the entries of one tensor, by ascending id."""
         first, stop = self.starts[number : number + 2]
         slots, ids = self.by_tensor
-        return slots[first:stop], ids[first:stop] - self.offsets[number]
+        return slots[first:stop], ids[first:stop]
 
     def effective(self, values: Tensor | None = None) -> Tensor:
         """Base + delta, the model's or another (capacity,), of all entries (count,), in the order of ``by_tensor``."""

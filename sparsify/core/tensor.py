@@ -127,7 +127,7 @@ class MaskedTensor:
     @property
     def indices(self) -> Tensor:
         """(k,) int64: their flat, row-major positions in the parameter, ascending."""
-        return self.collector.entries.of(self.number)[1].to(self.parameter.device)
+        return (self.collector.entries.of(self.number)[1] - self.offset).to(self.parameter.device)
 
     @property
     def base(self) -> Tensor:

@@ -39,8 +39,7 @@ def _builds(device: torch.device) -> bool:
         scatter([written], [0], [1], torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device))
         if written.item() != 1:
             raise RuntimeError("a kernel wrote nothing")
-        slow = "Triton builds up to seven kernels for %s in the first steps, half a second each; it keeps them on disk."
-        _LOG.info(slow, device)
+        _LOG.info("Triton builds up to seven kernels for %s, in half a second each, and keeps them on disk.", device)
     except Exception as error:  # a compiler's own kinds of errors are among them
         reason = str(error).strip().partition("\n")[0]
         problem = "Triton does not work on %s (%s: %s): slower forms in plain torch are used there."

@@ -210,10 +210,11 @@ class Engine(TrainingStep):
                 del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
         if self.entries.values.grad is None and not self._passes:
             self.passes = 0  # the gradients of those before are gone, as where one was interrupted
-        current = super().start_pass(graph, around)
         adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())
         if adds and isinstance(self.policy, AccumulatingPolicy):
-            current.selector = self.policy.selector_again(self._selected_from)
+            current = self.pass_kind(self.policy.selector_again(self._selected_from))
+        else:
+            current = super().start_pass(graph, around)
         self._begun[graph] = thread, self.entries.count, self.passes
         return current
 

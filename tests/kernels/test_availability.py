@@ -37,6 +37,17 @@ def test_a_gpu_on_which_no_kernel_can_be_built_is_told_of_once_and_gets_the_plai
     assert record.getMessage() == f"{problem}: slower forms in plain torch are used there."
 
 
+def test_a_gpu_that_works_is_tried_once_and_said_to_build_kernels(a_gpu, caplog):
+    written = torch.zeros(1)
+    for name in ("zeros", "ones"):
+        a_gpu.setattr(torch, name, lambda *args, **options: written)
+    a_gpu.setitem(sys.modules, "sparsify.kernels.triton", SimpleNamespace(scatter=lambda *_: written.fill_(1)))
+    with caplog.at_level(logging.INFO, "sparsify"):
+        assert [kernels.has_triton(GPU) for _ in range(3)] == [True] * 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Triton builds up to seven kernels for cuda:7")
+
+
 @pytest.mark.parametrize(("capability", "hip"), [((7, 5), None), ((9, 0), "6.4")])
 def test_old_gpus_and_those_of_others_get_the_plain_forms(a_gpu, caplog, capability, hip):
     a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -27,3 +27,16 @@ def test_no_selected_entry_is_worse_than_a_left_out_one_by_more_than_the_roundin
     assert exact[chosen].min() >= threshold * (1 - ROUNDING)
     assert exact[~chosen].max() <= threshold * (1 + ROUNDING)
     assert (chosen != (exact >= threshold)).sum() < 40  # a hundredth of both sets
+
+
+@pytest.mark.parametrize("by_dot_products", [True, False])
+def test_in_a_step_that_selects_nothing_only_the_whole_product_rounds_a_gradient(by_dot_products, monkeypatch):
+    monkeypatch.setattr("sparsify.selection.screening.sampling_pays", lambda *_: by_dot_products)
+    layer, x, grad = nn.Linear(300, 200, bias=False), torch.randn(50, 300), torch.randn(50, 200)
+    layer, x, grad = (part.bfloat16() for part in (layer, x, grad))
+    sparsify(layer, 200, "random")
+    layer(x).backward(grad)
+    found = layer.sparse_values.grad
+    assert found.equal(found.bfloat16().float()) == (not by_dot_products)
+    exact = (grad.double().t() @ x.double()).take(get_engine(layer).entries.ids)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
