@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-METHODS = ("id3", "lora", "lora-short", "static", "full", "shira")
+METHODS = ("id3", "lora", "lora-short", "static", "full", "shira")  # no SHiRA of Llamas by default: never ready in time
 SECONDS, IMPORTS = 590, 60  # in all, and for a process to import its libraries
 TESTS = 100  # seconds that are kept for the tests, if there is pytest
 TESTED = ("tests/kernels", "tests/selection", "tests/behaviour/test_cuda.py")  # with tests that need a GPU
@@ -39,7 +40,10 @@ OPTIONAL = {
     "triton": "its kernels are not measured: slower forms in plain torch are",
     "matplotlib": "no picture",
     "pytest": "no tests",
+    "xdist": "no tests (pip install pytest-xdist)",
+    "hypothesis": "no tests",
 }
+OLDEST = {"torch": (2, 8), "triton": (3, 4)}
 
 
 class Model(NamedTuple):
@@ -66,13 +70,18 @@ TINY = Model("tiny", 2, 16, 1_000, 60, 0, 2, 2)
 def missing(device: str) -> dict[str, str]:
     """What is not there, and what follows; ends the program where nothing can be measured without it."""
     print(f"Python {platform.python_version()} at {sys.executable}, {os.cpu_count()} cores")
+    packages, found = importlib.metadata.packages_distributions(), dict[str, str]()
     for name in (*NEEDED, *OPTIONAL):
-        there = importlib.util.find_spec(name) is not None
-        print(f"{name:<14}{importlib.metadata.version(name) if there else 'missing'}")
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if importlib.util.find_spec(name) is None:
+            version, found[name] = "missing", OPTIONAL.get(name, "")
+        else:
+            version, oldest = importlib.metadata.version(packages.get(name, [name])[0]), OLDEST.get(name, ())
+            if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
+                found[f"{name} {'.'.join(map(str, oldest))}"] = f"{version} is too old; what fails may be due to it"
+        print(f"{name:<14}{version}")
+    lacking = [name for name in NEEDED if name in found]
     if lacking:
         sys.exit(f"nothing can be measured without {', '.join(lacking)}: install it (pip install {' '.join(lacking)}).")
-    found = {name: why for name, why in OPTIONAL.items() if importlib.util.find_spec(name) is None}
     if not any(map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))):
         found["a C compiler"] = OPTIONAL["triton"]
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
@@ -244,8 +253,9 @@ def main() -> int:
     failed, results = measure(TINY, arguments.methods, device, clock, out, [], profiled=False), list[Any]()
     wanted = [model for model in MODELS if not arguments.tiny and model.shape in (arguments.shapes or model.shape)]
     for model in fitting(wanted, device):
-        failed += measure(model, arguments.methods, device, clock, out, results)
-    if not arguments.tiny and "pytest" not in lacking:
+        methods = METHODS[:-1] if arguments.methods is METHODS and "llama" in model.shape else arguments.methods
+        failed += measure(model, methods, device, clock, out, results)
+    if not arguments.tiny and not {"pytest", "xdist", "hypothesis"} & lacking.keys():
         failed += test(clock, out)
     print(f"\nresults are in {out}")
     for line in failed:

@@ -164,6 +164,20 @@ def test_the_roofline_counts_the_products_of_a_layer():
     assert work == [24_000, 38_400]
 
 
+def test_the_roofline_counts_attention_and_the_dtype_of_lora_adapters(monkeypatch):
+    roofline, tables = script("roofline"), []
+    monkeypatch.setattr(roofline, "report", lambda title, columns, rows: tables.append({row[0]: row for row in rows}))
+    roofline.main()
+    for table, model in zip(tables, roofline.MODELS.values(), strict=True):
+        tokens, weights = model.batch * model.length, sum(rows * cols * count for rows, cols, count in model.layers)
+        attention = 14 * tokens * model.length * model.hidden * model.blocks / (1 + model.causal)
+        assert float(table["floor"][1]) == pytest.approx((4 * tokens * weights + attention) / 1e12, abs=0.01)
+        gigabytes = {method: float(row[2].replace(",", "")) for method, row in table.items()}
+        assert gigabytes["lora"] > 1.5 * gigabytes["lora-short"]
+    rates = [{phase[2] for phase in roofline.phases(one, 10, 20, 30, 0, "bfloat16")} for one in ("lora", "lora-short")]
+    assert rates == [set(roofline.RATES.values()), {roofline.RATES["bfloat16"]}]
+
+
 def test_scale_counts_what_ranks_exchange_to_select():
     scale = script("scale")
     model = scale.LLAMA_8B._replace(layers=[(600, 400, 3), (8_000, 4_000, 2)])
@@ -179,6 +193,8 @@ def test_scale_counts_what_ranks_exchange_to_select():
 
 SEVERAL = """
 import collections, json, os, sys, time
+os.makedirs(os.environ["TRITON_CACHE_DIR"], exist_ok=True)
+profile = {"profile": {"launches": 1_267, "waits": 1}} if sys.argv[3] == "1" else {}
 turns = collections.Counter()
 for method in [settings["method"] for settings in json.loads(sys.argv[1])]:
     print(method, file=sys.stderr, flush=True)
@@ -189,7 +205,7 @@ for method in [settings["method"] for settings in json.loads(sys.argv[1])]:
         os._exit(3)
     print("a library's own line")
     measured = {"initialisations": [0.1], "forward_backward": [1.0], "updates": [0.5]}
-    print(json.dumps({"warm_up": 0.2} if turns[method] == 1 else measured), flush=True)
+    print(json.dumps({"warm_up": 0.2} if turns[method] == 1 else measured | profile), flush=True)
 """
 
 
@@ -198,13 +214,23 @@ def gpu(tmp_path, monkeypatch):
     """``gpu.py``, whose workers are stand-ins."""
     (tmp_path / "step_bench").mkdir()
     (tmp_path / "step_bench" / "several.py").write_text(SEVERAL)
-    monkeypatch.setattr(found := script("gpu"), "environment", lambda out: {**os.environ, "PYTHONPATH": str(tmp_path)})
+    environment = (found := script("gpu")).environment
+    monkeypatch.setattr(found, "environment", lambda out: environment(out) | {"PYTHONPATH": str(tmp_path)})
     monkeypatch.setattr(found, "IMPORTS", 20)
+    monkeypatch.setattr(found.importlib.metadata, "packages_distributions", lambda: {"xdist": ["pytest-xdist"]})
     return found
 
 
-def test_methods_that_fail_or_take_too_long_on_a_gpu_are_named_and_the_others_run(gpu, tmp_path, capsys):
-    model, results = gpu.TINY._replace(seconds=2), []
+def test_methods_that_fail_or_take_too_long_on_a_gpu_are_named_and_the_others_run(gpu, tmp_path, monkeypatch, capsys):
+    model, results, measured, warm_ups = gpu.TINY._replace(seconds=2), [], gpu.measured, []
+
+    def watched(*arguments):
+        for turn in measured(*arguments):
+            yield turn
+            written = json.loads((tmp_path / "results.json").read_text())["results"]
+            warm_ups.append([one["warm_up"] for one in written])
+
+    monkeypatch.setattr(gpu, "measured", watched)
     failed = gpu.measure(model, gpu.METHODS, "cpu", gpu.Clock(600), tmp_path, results)
     assert failed == ["lora of tiny: a turn took longer than 2 s", "full of tiny: ended with exit code 3"]
     assert {one.settings.method: len(one.updates) for one in results} == {
@@ -212,7 +238,10 @@ def test_methods_that_fail_or_take_too_long_on_a_gpu_are_named_and_the_others_ru
     }  # fmt: skip
     written = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [one["failed"] for one in written if one["failed"]] == [line.partition(": ")[2] for line in failed]
+    assert warm_ups[0] == [0.2, 0, 0, 0, 0, 0], "what the first turn took is not written after it"
     assert capsys.readouterr().out.count("1500.00 ms a step") == 5
+    assert (tmp_path / "tiny.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "triton").is_dir()
 
 
 @pytest.mark.parametrize(("rounds", "turns"), [(1, "id3 id3 static static shira shira"), (2, 3 * "id3 static shira ")])
@@ -233,9 +262,43 @@ def test_what_a_gpus_machine_lacks_is_named_before_anything_is_measured(gpu, mon
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match=r"finds no GPU: it takes a build for CUDA"):
             gpu.missing("cuda")
+    lacking = ("pytest", "xdist", "hypothesis")
+    assert {"pytest", "xdist", "hypothesis"} <= gpu.missing("cpu").keys()
     lacking = ("peft",)
     with pytest.raises(SystemExit, match=r"install it \(pip install peft\)"):
         gpu.missing("cpu")
+
+
+@pytest.mark.parametrize(("version", "old"), [("2.7.1+cu128", ["torch 2.8", "triton 3.4"]), ("3.3.9", ["triton 3.4"])])
+def test_torch_and_triton_that_are_too_old_for_a_gpu_are_named(gpu, monkeypatch, capsys, version, old):
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda name: version)
+    assert [name for name in gpu.missing("cpu") if name.startswith("t")] == old
+    assert f"MISSING: triton 3.4: {version} is too old" in capsys.readouterr().out
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda name: "3.10.0a0+git1")
+    assert not [name for name in gpu.missing("cpu") if name.startswith("t")]
+
+
+def test_a_run_on_a_gpu_profiles_each_shape_and_ends_with_the_tests(gpu, tmp_path, monkeypatch, capsys):
+    (tmp_path / "pytest.py").write_text("print('the tests ran')")
+    find, lacking, second = gpu.importlib.util.find_spec, [], tmp_path / "second"
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name in lacking else find(name))
+    monkeypatch.setattr(gpu, "METHODS", ("id3", "shira"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--device", "cpu"])
+    assert gpu.main() == 0
+    measured, _, tests = capsys.readouterr().out.partition("=== tests")
+    assert measured.count("=== ") == 1 + len(gpu.MODELS)
+    assert "the tests ran" in tests
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [one["settings"]["method"] for one in results] == ["id3", "shira", "id3", "id3"]  # no Llama with SHiRA
+    assert [one["profile"]["launches"] for one in results] == [1_267] * 4
+    lacking += ["xdist", "matplotlib"]
+    options = ["--device", "cpu", "--shapes", "llama-1b", "--methods", "shira"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(second), *options])
+    assert gpu.main() == 0
+    assert "the tests ran" not in capsys.readouterr().out
+    assert {path.name for path in second.iterdir()} == {"results.json", "llama-1b.log", "tiny.log", "triton"}
+    assert (second / "llama-1b.log").read_text().split() == 4 * ["shira"]
 
 
 def test_a_gpu_without_room_for_a_model_leaves_it_out(gpu, monkeypatch, capsys):

@@ -54,6 +54,31 @@ def test_factors_too_large_for_a_gpus_cache_are_gone_through_in_slices_with_the_
     torch.testing.assert_close(form(left, right, indices), whole, rtol=1e-6, atol=1e-5 if left.is_cuda else 0)
 
 
+class Launches:
+    """A kernel that notes the bytes of the factors in each of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.sizes = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(left, right, *rest):
+            self.sizes.append(left.nbytes + right.nbytes)
+            return self.kernel[grid](left, right, *rest)
+
+        return launch
+
+
+def test_no_launch_takes_more_of_the_factors_than_the_limit(device, monkeypatch):
+    triton, (left, right) = triton_kernels(device), factors("random", 700, 5, 40, torch.bfloat16)
+    launches = Launches(triton._sddmm)
+    monkeypatch.setattr(triton, "_sddmm", launches)
+    monkeypatch.setattr(triton, "AT_ONCE", limit := 90 * 300)  # bytes, of 300 tokens: one share of 256
+    sums = triton.sddmm(left, right, indices := torch.arange(0, 200, 6))
+    assert sum(launches.sizes) == left.nbytes + right.nbytes
+    assert max(launches.sizes) <= limit
+    torch.testing.assert_close(sums.double(), exact(left, right).take(indices), rtol=1e-5, atol=1e-4)
+
+
 def test_a_warning_that_was_shown_once_is_not_shown_again(recwarn):
     warnings.simplefilter("default")
     for _ in range(2):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from products import seeded
 from twins import Twins
 
 from sparsify import D3, SNIP, Fisher, get_engine, kernels, sparsify
+from sparsify.core.gradients import Product
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
+from sparsify.selection.screening import RowBlocks, StreamingSelector, Work
 
 STEPS, BUDGET = 6, 61
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -4.0, 1e-3, 1e-40, 1e30, -1e38]  # few, so that there are ties
@@ -119,6 +122,21 @@ def test_the_best_of_several_devices_are_selected(like_a_gpu):
     topks[0]._held |= {torch.device("cuda"): held for held in topks[1]._held.values()}  # as if of another device
     assert topks[0].winners().ids.tolist() == [20, 11, 10]  # of the equal ones the one with the lowest id
     assert not topks[0].finite
+
+
+def test_no_more_of_a_large_product_is_multiplied_out_at_once_than_the_limit(device, monkeypatch):
+    (tensor,) = get_engine(sparsify(torch.nn.Linear(7, 30, bias=False), 9, "id3", steps=1)).tensors
+    left, right, ids = torch.randn(5, 30), torch.randn(5, 7), []
+    for limit in (210, 60):  # entries: all of them, and 8 rows
+        monkeypatch.setattr(screening, "MOST_MULTIPLIED", limit)
+        selector = StreamingSelector(DeviceTopK(9, 210, torch.float32, device), D3(), Work(), True)
+        with patch.object(RowBlocks, "rows", autospec=True, side_effect=RowBlocks.rows) as rows:
+            selector.offer(tensor, Product(left, right))
+        ids.append(selector.winners().ids.tolist())
+    sizes = [7 * (stop - start) for _, start, stop in (call.args for call in rows.call_args_list)]
+    assert sum(sizes) == 210
+    assert max(sizes) <= limit
+    assert ids[0] == ids[1]
 
 
 in_triton = pytest.mark.parametrize("like_a_gpu", ["triton"], indirect=True)  # in the other form as on a CPU
