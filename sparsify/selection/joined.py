@@ -116,7 +116,7 @@ class Joined:
         self.gradients = dict(gradients)  # (n,) in memory of their own, but those that are settled at once
 
     def add(self, tensors: Collection[MaskedTensor], gradients: Tensor) -> None:
-        """Adds the gradients (n,) of one use, one after the other."""
+        """Adds the gradients (n,) of one use, one after the other, in memory of their own."""
         for tensor, own in zip(tensors, gradients.split([tensor.numel for tensor in tensors]), strict=True):
             self.gradients[tensor] = self.gradients[tensor] + own if tensor in self.gradients else own
 
