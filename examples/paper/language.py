@@ -25,6 +25,7 @@ from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from examples.paper.tables import markdown
 from examples.paper.tasks import TASKS, choose_rows, load_rows
 from examples.paper.training import MAX_NORM, facts, rate_factor
 from examples.rows import LengthBatches
-from sparsify import D3, Static, Strategy, sparsify
+from sparsify import D3, SparseDelta, Static, Strategy, sparsify
 
 RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -61,6 +62,7 @@ LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budge
     "lora-1": {"r": 1}, "lora-8": {"r": 8}, "lora": {}, "rslora-8": {"r": 8, "use_rslora": True},
     "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
 }  # fmt: skip
+COLUMNS = ("standard error", "seeds", "numbers", "GB", "MB")
 METHODS = ["none", "full", *LORAS, "shira", *STRATEGIES, *RULES, *SCALED]
 
 
@@ -210,6 +212,7 @@ def run(bed: Bed, settings: Settings) -> Run:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if losses else 0
     trained_at = time.perf_counter()
     peak = {"peak_bytes": torch.cuda.max_memory_allocated() - held} if on_gpu else {}
+    size = file_bytes(model) if settings.method not in ("none", "full") else 0
     rows = evaluate(model, bed)
     return {
         "settings": asdict(settings),
@@ -219,6 +222,7 @@ def run(bed: Bed, settings: Settings) -> Run:
         "trained": trained,
         "seconds": [round(trained_at - started, 1), round(time.perf_counter() - trained_at, 1)],
         **peak,
+        **({"file_bytes": size} if size else {}),
         "facts": facts([row for row, _ in bed.train], [row for row, _ in bed.judged], bed.device),
     }
 
@@ -242,6 +246,16 @@ def train(model: nn.Module, batches: Iterator[Batch], settings: Settings, factor
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
+
+
+def file_bytes(model: Any) -> int:
+    """The size of what a user saves: an adapter by PEFT's ``save_pretrained``, entries as a delta."""
+    with TemporaryDirectory() as folder:
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(folder)
+        else:
+            SparseDelta.from_model(model).save(folder)
+        return sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
 
 
 @torch.no_grad()
@@ -270,7 +284,7 @@ def report(runs: list[Run], reference: str = "lora-1") -> str:
     for one in runs:
         settings = settings_of(one)
         group = (settings.model, settings.candidates, settings.steps, settings.batch_size, one["facts"]["rows_sha256"])
-        name = f"{settings.method} {settings.budget:,}".replace(",", " ") if settings.budget else settings.method
+        name = f"{settings.method} {_spaced(settings.budget)}" if settings.budget else settings.method
         groups[group][name][settings.rate][settings.seed] = one
     return "\n\n".join(_tables(group, methods, reference) for group, methods in groups.items())
 
@@ -280,7 +294,7 @@ def _tables(group: tuple, methods: Methods, reference: str) -> str:
     best = {name: _best_rate(own) for name, own in methods.items()}
     order = sorted(methods, key=lambda name: _mean(methods[name][best[name]]))
     reference = next((name for name in order if name.startswith(reference)), order[0])
-    rows = next(iter(methods[reference][best[reference]].values()))["rows"]
+    rows = _any(methods[reference][best[reference]])["rows"]
     ladder, differences = [], []
     for name in order:
         own = methods[name]
@@ -289,15 +303,16 @@ def _tables(group: tuple, methods: Methods, reference: str) -> str:
         ladder.append([name, *cells, str(len(chosen))])
         mean, error, seeds = paired(chosen, methods[reference][best[reference]])
         rate = f"{best[name]:g}" + ("" if min(own) < best[name] < max(own) else " *")
-        peak = max(one.get("peak_bytes", 0) for one in chosen.values()) / 1e9  # of a GPU, without other runs' tensors
-        cells = [f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds), f"{peak:.2f}" if peak else ""]
+        peak, size = (max(one.get(key, 0) for one in chosen.values()) for key in ("peak_bytes", "file_bytes"))
+        cells = [f"{_mean(chosen):.4f}", f"{mean:+.4f}", f"{error:.4f}", str(seeds), _spaced(_any(chosen)["trained"])]
+        cells += [f"{peak / 1e9:.2f}" if peak else "", f"{size / 1e6:.2f}" if size else ""]
         differences.append([name, rate, *cells])
     model, candidates, steps, size, _ = group
     return "\n\n".join([
         f"### {model}, {candidates}, {steps} steps of {size} rows, {len(rows)} held-out rows",
         markdown(["entries", *[f"{rate:g}" for rate in tried], "seeds"], ladder),
-        markdown(["entries", "best rate", "loss", f"minus {reference}", "standard error", "seeds", "GB"], differences),
-        "\\* no lower or no higher rate was tried",
+        markdown(["entries", "best rate", "loss", f"minus {reference}", *COLUMNS], differences),
+        "\\* no lower or no higher rate was tried; GB: a GPU's peak, without other runs' tensors; MB: of the file",
     ])  # fmt: skip
 
 
@@ -317,6 +332,14 @@ def paired(first: dict[int, Run], second: dict[int, Run]) -> tuple[float, float,
                   for runs in (first, second))  # fmt: skip
     rows = (one - other).double().mean(0)
     return float(rows.mean()), float(rows.std()) / math.sqrt(len(rows)), len(seeds)
+
+
+def _spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _any(runs: dict[int, Run]) -> Run:
+    return next(iter(runs.values()))
 
 
 def _mean(runs: dict[int, Run]) -> float:

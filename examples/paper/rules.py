@@ -80,6 +80,17 @@ def balanced(gradients: Tensors, budget: int, seed: int) -> Entries:
     return {name: ids for name, ids in chosen.items() if ids.numel()}
 
 
+def by_rank(gradients: Tensors, budget: int, seed: int) -> Entries:
+    """Entries drawn at random, in each tensor a LoRA's share of the budget: in proportion to rows plus columns."""
+    draws, total = _uniform(gradients, seed), sum(sum(gradient.shape) for gradient in gradients.values())
+    chosen, ends = {}, 0
+    for name, draw in draws.items():
+        start, ends = ends, ends + sum(draw.shape)
+        number = budget * ends // total - budget * start // total
+        chosen[name] = draw.flatten().topk(number).indices.sort().values
+    return {name: ids for name, ids in chosen.items() if ids.numel()}
+
+
 def only(gradients: Tensors, part: str) -> Tensors:
     """The tensors with ``part`` in their name."""
     return {name: gradient for name, gradient in gradients.items() if part in name}
@@ -166,6 +177,7 @@ RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
         for part in (25, 50)
     },
     "balanced": lambda m, budget, seed: balanced(m.gradients, budget, seed),
+    "by-rank": lambda m, budget, seed: by_rank(m.gradients, budget, seed),
     "random-mlp": lambda m, budget, seed: mixed(only(m.gradients, "mlp"), budget, 0, seed),
     "random-attention": lambda m, budget, seed: mixed(only(m.gradients, "attn"), budget, 0, seed),
     "consistent": lambda m, budget, seed: capped(m.consistency, budget),

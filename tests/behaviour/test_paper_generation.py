@@ -190,7 +190,7 @@ def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(mo
 
 BUDGET = 120
 RULES = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50",
-         "balanced", "sampled-50", "consistent-square-8", "random-mlp", "dora-1", "shira"]  # fmt: skip
+         "balanced", "by-rank", "sampled-50", "consistent-square-8", "random-mlp", "dora-1", "shira"]  # fmt: skip
 
 
 def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
@@ -203,7 +203,9 @@ def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
     assert list(lines) == RULES
     assert all(len(line["rows"]) == 4 for line in lines.values())
     assert {lines[method]["trained"] for method in RULES[2:-2]} == {BUDGET}
-    assert len({line["loss"] for line in lines.values()}) == len(RULES)
+    assert len({tuple(line["rows"]) for line in lines.values()}) == len(RULES)
+    assert {method for method, line in lines.items() if "file_bytes" not in line} == {"none"}
+    assert lines["random"]["file_bytes"] > 6 * BUDGET
     assert llama not in first
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
     assert path.read_text().count("\n") == len(RULES) + 2
@@ -221,6 +223,12 @@ def test_balanced_entries_are_as_many_in_each_row_and_column():
             found = lines.bincount(minlength=size)
             assert 60 / size - 1 <= found.min()
             assert found.max() <= 60 / size + 2  # two may be drawn twice, and are replaced
+
+
+def test_entries_by_rank_are_as_many_in_each_tensor_as_a_lora_has_numbers():
+    tensors = {"wide": torch.ones(20, 30), "high": torch.ones(140, 10)}
+    entries = rules.by_rank(tensors, 80, seed=0)
+    assert {name: len(ids.unique()) for name, ids in entries.items()} == {"wide": 20, "high": 60}
 
 
 def test_entries_are_sampled_by_a_power_of_their_gradients():
