@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,8 +103,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             with self._showing(None), self._plain():
                 self._wrap(name)
                 delta = delta.on(self.root) if isinstance(delta, DeltaSum) else delta
-                adapter.plan, _ = delta.plan(self.root)  # or raises, while the earlier one is there
-                adapter.delta = delta
+                adapter.plan, adapter.delta = delta.plan(self.root)[0], delta  # or raises, while the earlier is there
         self.set_adapter(self.active_adapters)
 
     def delta_of(self, name: str) -> SparseDelta:
@@ -189,7 +189,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         """Wraps the layers of an adapter's LoRA; not before it is loaded, since loaders would miss its matrices."""
         if (config := self.sparse_values[name].config.lora) is None or self._lora:
             return
-        LoraModel(self.root, config, name)
+        LoraModel(self.root, replace(config, inference_mode=not self.sparse_values[name].trains), name)
         del self.root.peft_config
         cast_adapter_dtype(self.root, name)
         self._lora = [module for module in self.root.modules() if isinstance(module, LoraLayer)]
