@@ -31,19 +31,19 @@ from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.delta.switch import DeltaSwitch
 from sparsify.errors import BaseMismatchError, DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.loading import load_model
-from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.strategies.importance import GSNR, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import Increment, Prune, Repeat, Static, Strategy
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.stream.subscriber import DeltaSubscriber
 
 __version__ = "0.1.0"
 __all__ = [
-    "D3", "SNIP", "BaseMismatchError", "Bias", "DeltaFormatError", "DeltaPublisher", "DeltaSubscriber", "DeltaSwitch",
-    "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear", "MissingUpdateError", "Prune",
-    "Random", "Repeat", "Schedule", "SparseDelta", "SparsifyCallback", "SparsifyError", "StaleUpdateError", "Static",
-    "Strategy", "__version__", "base_weights", "desparsify", "extend", "get_engine", "get_unmasker", "load_model",
-    "merge_deltas", "optimizer_stepped", "overlap", "print_trainable_parameters", "register_importance", "sparsify",
-    "summary", "trained_state",
+    "D3", "GSNR", "SNIP", "BaseMismatchError", "Bias", "DeltaFormatError", "DeltaPublisher", "DeltaSubscriber",
+    "DeltaSwitch", "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear",
+    "MissingUpdateError", "Prune", "Random", "Repeat", "Schedule", "SparseDelta", "SparsifyCallback", "SparsifyError",
+    "StaleUpdateError", "Static", "Strategy", "__version__", "base_weights", "desparsify", "extend", "get_engine",
+    "get_unmasker", "load_model", "merge_deltas", "optimizer_stepped", "overlap", "print_trainable_parameters",
+    "register_importance", "sparsify", "summary", "trained_state",
 ]  # fmt: skip
 
 

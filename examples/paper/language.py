@@ -46,7 +46,7 @@ from sparsify import D3, SparseDelta, Static, Strategy, sparsify
 RESULTS = Path(__file__).parents[1] / "results" / "gemma_gsm8k.jsonl"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 POOL = 5  # training rows set apart for each held-out row: many are too long
-CALIBRATION, CONSISTENT = 8, 32  # batches of a calibration, and of one that compares them
+CALIBRATION, COMPARED = 8, 32  # batches of a calibration, and of one that compares them
 EVALUATION_BATCH = 8
 DTYPE = torch.bfloat16  # that the model computes in
 TARGETS: dict[str | None, Any] = {"linear": "all-linear", "qv": ["q_proj", "v_proj"]}
@@ -57,6 +57,7 @@ STRATEGIES: dict[str, tuple[Any, str]] = {
     "id3-early": ("id3", "early"),
     "id3-uniform": ("id3", "uniform"),
     "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
+    "gsnr": ("gsnr", "uniform"),
 }
 LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budget where it is not given
     "lora-1": {"r": 1}, "lora-8": {"r": 8}, "lora": {}, "rslora-8": {"r": 8, "use_rslora": True},
@@ -186,15 +187,15 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
         return get_peft_model(model, ShiraConfig(task_type="CAUSAL_LM", r=1, target_modules=targets)), None
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
     if method in RULES or method in SCALED:
-        batches = CONSISTENT if method.startswith("consistent") else CALIBRATION
+        batches = COMPARED if method.startswith("consistent") else CALIBRATION
         moments = bed.moments(settings.seed, settings.batch_size, settings.candidates, batches)
         rule, power = SCALED.get(method, (method, None))
         entries = RULES[rule](moments, settings.budget, settings.seed)
         factors = None if power is None else rates(moments.gradients, entries, power)
         return sparsify(model, None, entries, **common), factors
     strategy, schedule = STRATEGIES[method]
-    if method == "gradient":
-        common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), CALIBRATION)}
+    if number := {"gradient": CALIBRATION, "gsnr": COMPARED}.get(method):
+        common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), number)}
         common |= {"loss_fn": answer_loss}
     return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
 

@@ -18,7 +18,7 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
-from sparsify.strategies.importance import SNIP, Fisher
+from sparsify.strategies.importance import GSNR, SNIP, Fisher
 from sparsify.strategies.strategy import Prune, Strategy, divide, share_out
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -53,7 +53,8 @@ def select_static(
     parts = []
     for group, count in groups:
         if count:
-            found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals)
+            cap = _cap(group, count) if selection.allocation == "spread" else None
+            found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals, cap=cap)
             if found.numel() < count:
                 raise SparsifyError(_too_few(group, importance, count, found.numel()))
             parts.append(found)
@@ -86,13 +87,19 @@ def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) 
 
 def rank_by_scores(
     tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str,
-    totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False,
+    totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False, cap: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Global ids (n,) of the best entries with a finite score, by a calibration's ``totals`` or the weights alone."""
+    """Global ids (n,) of the best entries with a finite score, by a calibration's ``totals`` or the weights alone.
+
+    At most ``cap`` are in a row or a column of a matrix.
+    """
     for tensor in tensors:
         if importance.covers(tensor.name) and tensor.rows is None:
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
             scores = _scores(tensor, importance, seed, totals[tensor] if totals else None)
+            if cap is not None and len(tensor.shape) > 1:
+                whole = torch.cat([*scores]).index_fill_(0, excluded, -torch.inf)
+                scores = in_blocks(spread(whole.view(tensor.shape[0], -1), cap))
             offer_scores(topk, scores, tensor.offset, excluded)
     return topk.winners().ids
 
@@ -108,6 +115,35 @@ def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tens
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
         yield scores.where((block != 0) & (scores > 0), -torch.inf)
+
+
+def _cap(tensors: Sequence[MaskedTensor], count: int) -> int:
+    """Twice as many entries of a row or column as an even spread has: however they are spread, ``count`` are found."""
+    lines = sum(min(t.shape[0], t.numel // t.shape[0]) for t in tensors if len(t.shape) > 1)
+    return -(-2 * count // max(1, lines))
+
+
+def spread(scores: Tensor, cap: int) -> Tensor:
+    """Scores (n_out, n_in), -inf where an entry's row or column has, from the best one down, ``cap`` others already."""
+    flat, width = scores.flatten(), scores.shape[1]
+    kept, room = torch.full_like(flat, -torch.inf), [torch.full((n,), cap, device=flat.device) for n in scores.shape]
+    for ids in flat.argsort(descending=True, stable=True).split(BLOCK_ENTRIES):
+        ids = ids[flat[ids] > -torch.inf]
+        while (ids := ids[(room[0][ids // width] > 0) & (room[1][ids % width] > 0)]).numel():
+            lines = ids // width, ids % width
+            sure = (_earlier(lines[0]) < room[0][lines[0]]) & (_earlier(lines[1]) < room[1][lines[1]])
+            kept[ids[sure]] = flat[ids[sure]]
+            for left, own in zip(room, lines, strict=True):
+                left -= own[sure].bincount(minlength=left.numel())
+            ids = ids[~sure]
+    return kept.view_as(scores)
+
+
+def _earlier(lines: Tensor) -> Tensor:
+    """For each entry (n,), how many before it have the same line."""
+    ordered, order = lines.sort(stable=True)
+    before = torch.arange(order.numel(), device=order.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, before)
 
 
 def _candidates(tensor: MaskedTensor) -> Tensor:
@@ -201,11 +237,15 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples."""
+    """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples.
+
+    For :class:`GSNR`, it is the sum's size by the root of that of the squares.
+    """
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(f"calibration= is a single {type(calibration).__name__}; expected several, as in [batch].")
     number = importance.num_samples if isinstance(importance, Fisher) else None
-    with torch.enable_grad(), _summing(model, parameters, squared=number is not None) as totals:
+    powers = [2] if number is not None else [1, 2] if isinstance(importance, GSNR) else [1]
+    with torch.enable_grad(), _summing(model, parameters, powers) as sums:
         if callable(calibration):
             calibration(model)
         else:
@@ -218,9 +258,14 @@ def calibrate(
                     away = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.device not in devices}
                     batch = {**batch, **{key: value.to(devices[0]) for key, value in away.items()}}
                 (loss_fn or _loss_of_model)(model, batch).backward()
-    if not any(total.any() for total in totals):
+    if not any(own[0].any() for own in sums):
         raise SparsifyError("the calibration gave no candidate a gradient; pass labels, or what calls backward().")
-    return totals
+    if not isinstance(importance, GSNR):
+        return [total for (total,) in sums]
+    ratios = [total.abs_().div_(squares.clamp_(min=1e-30).sqrt_()) for total, squares in sums]
+    if not any((ratio > 1.001).any() for ratio in ratios):
+        raise SparsifyError("the calibration was of one batch; GSNR compares batches: pass several, such as 32.")
+    return ratios
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -252,14 +297,18 @@ def _examples(batch: Any) -> list[Any]:
 
 
 @contextmanager
-def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: bool) -> Iterator[list[Tensor]]:
-    """Sums to which each gradient, or its square, is added as soon as it is computed, and then freed; in eval mode."""
-    totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
+def _summing(
+    model: nn.Module, parameters: Sequence[nn.Parameter], powers: Sequence[int]
+) -> Iterator[list[list[Tensor]]]:
+    """Sums to which powers of each gradient are added as soon as it is computed, and then freed; in eval mode."""
+    sums = {p: [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for _ in powers]
+            for p in parameters}  # fmt: skip
 
     def add(parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
-        grad = (grad.to_dense() if grad.is_sparse else grad).to(totals[parameter].dtype)
-        totals[parameter] += grad.square() if squared else grad
+        for total, power in zip(sums[parameter], powers, strict=True):
+            own = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
+            total += own if power == 1 else own.square()
 
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
@@ -267,7 +316,7 @@ def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], *, squared: b
     try:
         model.eval()
         model.zero_grad()
-        yield list(totals.values())
+        yield list(sums.values())
     finally:
         for hook in hooks:
             hook.remove()

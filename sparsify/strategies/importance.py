@@ -93,6 +93,22 @@ class Fisher(Importance):
 
 
 @dataclass(frozen=True)
+class GSNR(Importance):
+    """Signal-to-noise ratio of the gradient: its mean over the batches of a calibration by its root mean square.
+
+    This is the part of the learning rate by which Adam moves an entry. For :class:`sparsify.Static`; at least two
+    batches, and some 32 to tell signal from noise.
+
+    Source: Liu et al. 2020, "Understanding why neural networks generalize well through GSNR of parameters".
+    """
+
+    name = "gsnr"
+
+    def score(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return grad  # the calibration has the ratio, not a gradient
+
+
+@dataclass(frozen=True)
 class SNIP(Importance):
     """Connection sensitivity: abs(weight x grad), the first-order change of the loss without the entry.
 
@@ -134,7 +150,8 @@ class Custom(Importance):
         return scores
 
 
-IMPORTANCES: dict[str, Callable[..., Importance]] = {k.name: k for k in (D3, Fisher, SNIP, Magnitude, Random, Bias)}
+_BUILT_IN = (D3, Fisher, GSNR, SNIP, Magnitude, Random, Bias)
+IMPORTANCES: dict[str, Callable[..., Importance]] = {kind.name: kind for kind in _BUILT_IN}
 
 
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from sparsify.core.importance import D3, Importance
 from sparsify.core.schedule import SHAPES, Schedule
 from sparsify.errors import SparsifyError, did_you_mean
-from sparsify.strategies.importance import IMPORTANCES, SNIP, Bias, Fisher, Magnitude, Random
+from sparsify.strategies.importance import GSNR, IMPORTANCES, SNIP, Bias, Fisher, Magnitude, Random
 
-ALLOCATIONS = ("global", "uniform")
+ALLOCATIONS = ("global", "uniform", "spread")
 
 
 def _check_allocation(selection: Any, known: Sequence[str]) -> None:
@@ -45,10 +45,12 @@ class Static(Selection):
 
     Args:
         allocation: how the budget is divided among the tensors: ``"global"``, the best entries of the whole model;
-            ``"uniform"``, the same density in each tensor; or a dict of budgets for modules of their own, in addition
-            to the budget, which all others share: ``{"q_proj": 1000, "mlp": 0.001}``. As in PEFT's ``rank_pattern``, a
-            key matches the end of a module's name, as a regular expression, and each module that it matches gets
-            this number, or this share of its entries. The innermost module and the first key that match count.
+            ``"uniform"``, the same density in each tensor; ``"spread"``, the best of the whole model, but in a row or
+            column of a matrix at most twice as many as in an even spread over the shorter sides of all; or a dict of
+            budgets for modules of their own, in addition to the budget, which all others share:
+            ``{"q_proj": 1000, "mlp": 0.001}``. As in PEFT's ``rank_pattern``, a key matches the end of a module's
+            name, as a regular expression, and each module that it matches gets this number, or this share of its
+            entries. The innermost module and the first key that match count.
     """
 
     allocation: str | dict[str, int | float] = "global"
@@ -147,8 +149,8 @@ class Strategy:
     """An importance and a selection, in any combination.
 
     Args:
-        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`SNIP`, :class:`Magnitude`,
-            :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`).
+        importance: the score of an entry: :class:`D3`, :class:`Fisher`, :class:`GSNR`, :class:`SNIP`,
+            :class:`Magnitude`, :class:`Random`, :class:`Bias`, or one of your own (:func:`register_importance`).
         selection: when entries are selected: :class:`Static`, :class:`Prune`, :class:`Increment`, :class:`Repeat`.
 
     Raises:
@@ -171,6 +173,8 @@ class Strategy:
             expected = "an object such as D3(), or what register_importance(name) makes of a function of (weight, grad)"
             raise SparsifyError(f"importance={self.importance!r} with {self.selection}; expected {expected}.")
         selection: Any = self.selection
+        if isinstance(self.importance, GSNR) and not isinstance(selection, Static):
+            raise SparsifyError(f"{self.importance} with {selection}; it compares a calibration's batches: Static().")
         divides = isinstance(selection, Increment) and isinstance(selection.allocation, dict)
         if divides and not getattr(self.importance, "uses_gradient", False):
             problem = f"{self.importance} with {selection} and budgets of modules"
@@ -203,6 +207,7 @@ PRESETS: dict[str, Strategy] = {
     "d3-repeat": Strategy(D3(exp=2, eps=1), Repeat()),
     "pafi": Strategy(Magnitude(), Static()),
     "fish": Strategy(Fisher(num_samples=1024), Static()),
+    "gsnr": Strategy(GSNR(), Static("spread")),
     "random": Strategy(Random(), Static()),
     "sparseadapter": Strategy(SNIP(), Prune()),
     "bitfit": Strategy(Bias(), Static()),

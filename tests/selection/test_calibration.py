@@ -10,7 +10,7 @@ from models import build, loss_of
 from torch import nn
 from tqdm import tqdm
 
-from sparsify import D3, SNIP, Fisher, SparsifyError, Static, Strategy, sparsify
+from sparsify import D3, GSNR, SNIP, Fisher, SparsifyError, Static, Strategy, sparsify
 from sparsify.selection.static import calibrate
 
 
@@ -48,6 +48,15 @@ def test_fisher_squares_the_gradients_of_single_examples_up_to_its_number(model_
     assert len(list(waiting)) == (num_samples <= 12), "no more batches are read than it needs"
     squares = [[grad**2 for grad in gradient(model, example)] for example in examples(batches[:2])[:num_samples]]
     assert_close(totals, map(sum, zip(*squares, strict=True)))
+
+
+def test_gsnr_is_the_size_of_the_sum_by_the_root_of_the_sum_of_squares(model_and_batches):
+    model, batches = model_and_batches
+    ratios = calibrate(model, list(model.parameters()), GSNR(), batches[:3])
+    grads = zip(*(gradient(model, batch) for batch in batches[:3]), strict=True)
+    assert_close(ratios, [sum(own).abs() / sum(grad**2 for grad in own).sqrt() for own in grads])
+    with unchanged(model), pytest.raises(SparsifyError, match=r"of one batch; GSNR compares batches: pass several"):
+        sparsify(model, 20, "gsnr", calibration=batches[:1])
 
 
 def test_a_function_that_runs_backward_itself_does_the_same(model_and_batches):

@@ -1,12 +1,15 @@
 """Static selection and pruning: which entries stay, what becomes of the others, and how the rest trains."""
 
 import copy
+import math
 from functools import partial
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from deltas import unchanged
-from models import build, loss_of, train
+from hypothesis import given, settings
+from models import CLASSES, build, loss_of, train
 from oracle import unmasked_sets
 from torch import nn
 from twins import Twins, masks_of
@@ -14,15 +17,16 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
-from sparsify.selection.static import calibrate
-from sparsify.strategies.importance import SNIP, Bias, Fisher, Magnitude, Random, register_importance
+from sparsify.selection.static import calibrate, spread
+from sparsify.strategies.importance import GSNR, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy, share_out
 
 BUDGET = 90  # of the MLP's 164 entries in matrices and 41 in vectors
 MATRICES, VECTORS = 164, 41
+SHAPES = {"first.weight": (10, 6), "second.weight": (8, 10), "head.weight": (CLASSES, 8)}
 PRUNE = Prune(pretrained=True)  # the MLP stands for any pretrained model
 PRUNED = Strategy(SNIP(), PRUNE)
-IMPORTANCES = [SNIP(), Magnitude(largest=True), D3(), Fisher(num_samples=24)]
+IMPORTANCES = [SNIP(), Magnitude(largest=True), D3(), Fisher(num_samples=24), GSNR()]
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def matrix_scores(model, importance, batches):
     """Every matrix entry's score, by name, of the gradients that test_calibration.py compares with the plain ones."""
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     scores = calibrate(model, [*matrices.values()], importance, batches) if importance.uses_gradient else [None] * 3
-    if not isinstance(importance, Fisher):
+    if not isinstance(importance, (Fisher, GSNR)):
         scores = [importance.score(p.detach(), total) for p, total in zip(matrices.values(), scores, strict=True)]
     return {name: score.flatten().tolist() for name, score in zip(matrices, scores, strict=True)}
 
@@ -45,9 +49,22 @@ def best(scores, number):
     return {name: sorted(i for _, t, i in ranked if t == position) for position, name in enumerate(scores)}
 
 
+def plain_spread(scores, shape, cap):
+    """From the best entry down, each is kept whose row and column have less than ``cap`` so far."""
+    kept, rows, columns = [-math.inf] * len(scores), [0] * shape[0], [0] * shape[1]
+    for i in sorted(range(len(scores)), key=lambda i: (-scores[i], i)):
+        row, column = divmod(i, shape[1])
+        if rows[row] < cap and columns[column] < cap and scores[i] > -math.inf:
+            kept[i], rows[row], columns[column] = scores[i], rows[row] + 1, columns[column] + 1
+    return kept
+
+
 def expected_sets(scores, allocation, number):
     if allocation == "global":
         return best(scores, number)
+    if allocation == "spread":
+        cap = math.ceil(2 * number / sum(map(min, SHAPES.values())))
+        return best({name: plain_spread(own, SHAPES[name], cap) for name, own in scores.items()}, number)
     counts = share_out(number, [len(own) for own in scores.values()])
     return {name: best({name: own}, n)[name] for (name, own), n in zip(scores.items(), counts, strict=True)}
 
@@ -88,6 +105,33 @@ def test_the_best_entries_of_matrices_stay_and_pruning_keeps_vectors(model_and_b
         pruned[kept] = value.view(-1)[kept]
         assert torch.equal(model.get_parameter(name), pruned.view_as(value) if prunes else value)
     assert sum(map(len, found.values())) == summary(model).unmasked == BUDGET
+
+
+@pytest.mark.parametrize("budget", [1, 9, 20, 60])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_spread_a_row_or_column_has_at_most_twice_its_even_share(budget, crowded):
+    model, _ = build("mlp")
+    freeze_vectors(model)
+    weights = dict(model.named_parameters())
+    for name, (height, width) in SHAPES.items() if crowded else ():  # the same order in every row, and in every column
+        weights[name].data = torch.linspace(1, 2, height)[:, None] * torch.linspace(3, 9, width)
+    scores = {name: weights[name].detach().abs().flatten().tolist() for name in SHAPES}
+    sparsify(model, budget, Strategy(Magnitude(largest=True), Static("spread")))
+    found = {name: ids for name, ids in unmasked_sets(model).items() if name in SHAPES}
+    assert found == expected_sets(scores, "spread", budget)
+    lines = [[index // SHAPES[name][1] for index in ids] for name, ids in found.items()]
+    lines += [[index % SHAPES[name][1] for index in ids] for name, ids in found.items()]
+    assert max(own.count(line) for own in lines for line in own) <= math.ceil(2 * budget / 17)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_entries_are_spread_from_the_best_one_down(data):
+    height, width, cap = (data.draw(st.integers(1, most)) for most in (9, 9, 4))
+    few = st.sampled_from([-math.inf, 0.0, 1.0, 2.0, 3.0])  # many are equal
+    scores = data.draw(st.lists(few, min_size=height * width, max_size=height * width))
+    found = spread(torch.tensor(scores).view(height, width), cap)
+    assert found.flatten().tolist() == plain_spread(scores, (height, width), cap)
 
 
 def test_modules_with_budgets_of_their_own_have_their_best_entries():

@@ -40,7 +40,7 @@ def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_alloc
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, snip, magnitude"),
+        ({"importance": {"name": "d4"}}, "unknown importance 'd4'; expected one of d3, fisher, gsnr, snip, magnitude"),
         ({"selection": {"name": "d4"}}, r"unknown selection 'd4'; .* static, increment, repeat, prune\."),
         ({"importance": {"name": "d3", "power": 2}}, r"importance 'd3' with settings .*; it has these: exp, eps"),
         ({"importance": {"name": "test-strategies-cubed", "power": 3}}, "it has these: none"),
