@@ -38,7 +38,7 @@ METRICS = {
     "f1": lambda labels, predictions: f1_score(labels, predictions, average="binary"),
     "matthews": matthews_corrcoef,
 }
-CALIBRATED = ("fish", "sparseadapter")  # choose by gradients before training
+CALIBRATED = ("fish", "gsnr", "sparseadapter")  # choose by gradients before training
 ABLATIONS = {"magnitude-increment": Strategy(Magnitude(), Increment())}  # in addition to the presets
 TASK_METRICS = {"mrpc": ("accuracy", "f1"), "qqp": ("accuracy", "f1"), "cola": ("matthews",)}
 

@@ -47,8 +47,8 @@ def sparsify(
         model: any PyTorch model; its parameters that require grad are the candidates.
         budget: how many entries to train: an int, or a float in (0, 1) for a share of the candidates; ``None`` where
             the strategy says how many (``"bitfit"``, ``"full"``, a given set).
-        strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``, ``"d3-repeat"``,
-            ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
+        strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"gsnr"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``,
+            ``"d3-repeat"``, ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
             masks, or flat indices. ``None``: what runs on such models speak for, among the entries of linear layers:
             ``"random"`` for a causal language model, ``"id3"`` with the schedule ``"early"`` for others and adapters.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
@@ -65,8 +65,9 @@ def sparsify(
         trainable_token_indices: tokens whose rows are trained whole from the start, in addition to the budget, as in
             PEFT: a list for the input embeddings, or a list by name of an embedding or head. The table's other rows are
             frozen.
-        calibration: for a gradient importance with ``Static`` (``"fish"``) or ``Prune`` (``"sparseadapter"``): batches,
-            as dicts for the model's forward, or a function of the model that runs backward itself.
+        calibration: for a gradient importance with ``Static`` (``"fish"``, ``"gsnr"``) or ``Prune``
+            (``"sparseadapter"``): batches, as dicts for the model's forward, or a function of the model that runs
+            backward itself.
         loss_fn: the loss of (model, batch) in the calibration; default: ``model(**batch).loss``.
         fresh_modules: modules that the base does not have, as in ``target_modules``, besides PEFT's and adapters' and
             those that its checkpoint lacks, which are found. A delta stores new parameters whole; ``Prune`` prunes new

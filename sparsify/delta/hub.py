@@ -18,8 +18,8 @@ from sparsify.errors import DeltaFormatError, SparsifyError, brief
 _CARD_NAME = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
 _GENERATED = re.compile("<!-- sparsify: begin of the generated part.*?end of the generated part -->", re.DOTALL)
-_PRESETS = {"d3-increment": "id3", "magnitude-static": "pafi", "fisher-static": "fish", "random-static": "random",
-            "bias-static": "bitfit", "snip-prune": "sparseadapter"}  # fmt: skip
+_PRESETS = {"d3-increment": "id3", "magnitude-static": "pafi", "fisher-static": "fish", "gsnr-static": "gsnr",
+            "random-static": "random", "bias-static": "bitfit", "snip-prune": "sparseadapter"}  # fmt: skip
 _MAX_ROWS, _MAX_TEXT = 120, 120  # of a card's table; characters of one name in it
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 

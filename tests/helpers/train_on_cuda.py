@@ -139,7 +139,8 @@ SELECTIONS = {
     "d3 exp=1": Strategy(D3(exp=1, eps=1e-3), Increment()), "d3 static": Strategy(D3(), Static()),
     "fisher": Strategy(Fisher(), Increment()), "snip": Strategy(SNIP(), Increment()),
     "snip repeat": Strategy(SNIP(), Repeat()), "magnitude": Strategy(Magnitude(), Increment()),
-    "custom": Strategy(custom, Increment()), "uniform": Strategy(Magnitude(largest=True), Static("uniform")),
+    "custom": Strategy(custom, Increment()),
+    **{name: Strategy(Magnitude(largest=True), Static(name)) for name in ("uniform", "spread")},
 }  # fmt: skip
 SPARSEADAPTER = Strategy(SNIP(), Prune(pretrained=True))
 CALIBRATED = [SELECTIONS[name] for name in ("fish", "d3 static")] + [SPARSEADAPTER]
