@@ -48,8 +48,8 @@ def sparsify(
         budget: how many entries to train: an int, or a float in (0, 1) for a share of the candidates; ``None`` where
             the strategy says how many (``"bitfit"``, ``"full"``, a given set).
         strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"gsnr"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``,
-            ``"d3-repeat"``, ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's ``support``, bool
-            masks, or flat indices. ``None``: what runs on such models speak for, among the entries of linear layers:
+            ``"d3-repeat"``, ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's
+            ``support``, bool masks, or flat indices. ``None``: what runs on such models speak for, in linear layers:
             ``"random"`` for a causal language model, ``"id3"`` with the schedule ``"early"`` for others and adapters.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.
