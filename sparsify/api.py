@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import find_engine
+from sparsify.common.names import find_engine, persistent_buffers
 from sparsify.common.quantized import is_quantized
+from sparsify.common.raw_bits import digest
 from sparsify.core.install import values_dtype
 from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
@@ -18,7 +19,6 @@ from sparsify.strategies.default import recommend
 from sparsify.strategies.strategy import Given, Prune, Static, Strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
-from sparsify.training.export import digest_buffers
 from sparsify.training.install import install, uninstall
 from sparsify.training.plan import Plan, check_candidates, check_model, find_new, find_resized, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
@@ -114,7 +114,8 @@ def sparsify(
     new_names = find_new(model, fresh_modules, targets.saved)
     check_new(selectable, strategy, new_names)
     resized = [name for name in find_resized(model) if name not in targets.saved]
-    buffer_digests = digest_buffers(model) | dict.fromkeys(resized, "")  # stored whole, as what has changed
+    buffer_digests = {name: digest(buffer) for name, buffer in persistent_buffers(model).items()}
+    buffer_digests |= dict.fromkeys(resized, "")  # stored whole, as what has changed
     if isinstance(strategy.selection, Static):
         selected = select_static(model, selectable, strategy, number, values_dtype(tensors), seed, calibration, loss_fn)
     if isinstance(strategy.selection, Prune):

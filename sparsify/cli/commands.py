@@ -1,11 +1,10 @@
 """The command line's verbs for deltas, each around one method of :class:`sparsify.SparseDelta`."""
 
 import json as json_module
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -216,9 +215,8 @@ def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
 
 def _layer_table(rows: list[TensorShare]) -> Table:
     """A row per layer with a bar: its entries, and their share of the tensors that have any."""
-    by_layer = defaultdict[int | None, list[TensorShare]](list)
-    for row in sorted(rows, key=lambda row: -1 if row.layer is None else row.layer):
-        by_layer[row.layer].append(row)
+    ordered = sorted(rows, key=lambda row: -1 if row.layer is None else row.layer)
+    by_layer = {layer: list(own) for layer, own in groupby(ordered, key=lambda row: row.layer)}
     most = max(sum(row.unmasked for row in own) for own in by_layer.values())
     table = Table(*(Column(name, justify="right") for name in ("layer", "entries", "share")), "most in", "")
     for layer, own in by_layer.items():

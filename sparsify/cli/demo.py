@@ -187,8 +187,9 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(-1) == labels).float().mean().item()
 
 
-def fit_head(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> None:
-    """Logistic regression of labels (n,) on features (n, d), in place, with decay / 2 |weight|^2 as the penalty."""
+def fit_head(start: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> nn.Linear:
+    """Logistic regression of labels (n,) on features (n, d), with decay / 2 |weight|^2 as the penalty."""
+    head = copy.deepcopy(start)
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=200, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -198,14 +199,13 @@ def fit_head(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) ->
         return loss
 
     optimizer.step(closure)
+    return head
 
 
 def frozen_baseline_accuracy(model: DocstringClassifier, training: Tokenized, held_out: Tokenized) -> float:
     """Accuracy of a head on frozen features, an upper bound: its weight decay is the best on the held-out rows."""
     features, judged = (all_rows(model.eval().features, data) for data in (training, held_out))
-    heads = [copy.deepcopy(model.head) for _ in BASELINE_DECAYS]
-    for head, decay in zip(heads, BASELINE_DECAYS, strict=True):
-        fit_head(head, features, training.labels, decay)
+    heads = [fit_head(model.head, features, training.labels, decay) for decay in BASELINE_DECAYS]
     return max(accuracy(head(judged), held_out.labels) for head in heads)
 
 

@@ -14,15 +14,14 @@ def uninterrupted() -> AbstractContextManager[None]:
     # Python runs signal handlers in the main thread only
     if torch.compiler.is_dynamo_compiling() or threading.current_thread() is not threading.main_thread():
         return nullcontext()
-    return _deferred()
+    handler = signal.getsignal(signal.SIGINT)
+    # one that is not callable ignores it, is the system's own, or one that Python cannot see
+    return _deferred(handler) if callable(handler) else nullcontext()
 
 
 @contextmanager
-def _deferred() -> Iterator[None]:
-    handler, received = signal.getsignal(signal.SIGINT), list[Any]()
-    if not callable(handler):  # it is ignored, the system's own, or one that Python cannot see
-        yield
-        return
+def _deferred(handler: Any) -> Iterator[None]:
+    received = list[Any]()
     signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
     try:
         yield

@@ -45,17 +45,6 @@ def quantized_weight(module: nn.Module, attribute: str = "weight") -> QuantizedW
     return QuantizedWeight(scheme, weight.shape, torch.float32, lambda: read(weight.data, _row_scales(module, weight)))
 
 
-def true_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns each parameter's number of entries; a quantized one counts as dequantized."""
-    sizes: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                known = is_quantized(parameter) and getattr(parameter, "quant_state", True) is not None
-                sizes[parameter] = quantized_weight(module, attribute).shape.numel() if known else parameter.numel()
-    return sizes
-
-
 def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "sparsify()") -> str | None:
     """Returns why a module's quantized weight cannot be dequantized ``before`` a call, as the end of a sentence."""
     weight: Any = module._parameters[attribute]
@@ -76,5 +65,4 @@ def unreadable(module: nn.Module, attribute: str = "weight", *, before: str = "s
 def _row_scales(module: Any, weight: Any) -> Tensor | None:
     """An 8-bit layer's scales (out,), which bitsandbytes moves from the weight into the layer's state."""
     scales: Tensor | None = getattr(weight, "SCB", None)
-    state = getattr(module, "state", None)
-    return getattr(state, "SCB", None) if scales is None else scales
+    return getattr(getattr(module, "state", None), "SCB", None) if scales is None else scales

@@ -114,6 +114,7 @@ def read_own_entries(parameter: Any, indices: Tensor, others: float = 0.0) -> Te
 
 def write_own_entries(parameter: Any, indices: Tensor, values: Tensor) -> None:
     """Writes values (n,) at flat indices (n,) of a detached parameter; of a sharded one, those that this rank holds."""
+    values = values.to(parameter.device, parameter.dtype)
     if is_shard(parameter):
         places, own = block_of(parameter).locate(indices)
         parameter, indices, values = parameter.detach().to_local(), places[own], values[own]

@@ -20,7 +20,7 @@ from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
 from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
-from sparsify.delta.quantized_delta import QuantizedDelta, guard, with_quantized_deltas
+from sparsify.delta.quantized_delta import QuantizedDelta, guard
 from sparsify.delta.served import ServedModel, ServedTensor
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -99,7 +99,9 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
             one = f"`{first}` and `{name}` are one tensor in this model and two in the delta"
             raise BaseMismatchError(f"{one}: load the base with these weights untied, as it was in training.")
     quantized = {name: tensor for name, tensor in targets.items() if name not in dense and is_quantized(tensor)}
-    return targets | with_quantized_deltas(quantized, model) if quantized else targets
+    owners = {id(module._parameters.get("weight")): module for module in model.modules()} if quantized else {}
+    deltas: dict[str, Any] = {n: QuantizedDelta(n, owners[id(t)]) for n, t in quantized.items() if id(t) in owners}
+    return targets | deltas
 
 
 def plan_delta(

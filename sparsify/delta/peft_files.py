@@ -28,7 +28,6 @@ from sparsify.common.raw_bits import digest
 from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import open_base, read_header, read_json
 from sparsify.delta.entries import DTYPES, Base, Config, DeltaParts, StrPath, TensorDelta, one_of, require
-from sparsify.delta.format import FILE_NAME
 from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
@@ -58,7 +57,7 @@ def from_blob(blob: Tensor) -> DeltaParts:
 def read_adapter(path: StrPath) -> DeltaParts | None:
     """The parts of the delta in the folder of an adapter, with the modules that PEFT stores; ``None`` for any other."""
     file = Path(path, WEIGHTS_NAME)
-    if not file.is_file() or (file.parent / FILE_NAME).exists() or KEY not in read_header(file):
+    if not file.is_file() or (file.parent / delta_format.FILE_NAME).exists() or KEY not in read_header(file):
         return None
     stored = safetensors.torch.load_file(file)
     tensors, whole, config = from_blob(stored.pop(KEY))

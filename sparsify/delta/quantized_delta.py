@@ -77,12 +77,6 @@ def has_quantized_delta(module: nn.Module) -> bool:
     return BUFFERS[0] in module._buffers
 
 
-def with_quantized_deltas(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Any]:
-    """A :class:`QuantizedDelta` for each quantized weight, by name."""
-    owners = {id(module._parameters.get("weight")): module for module in model.modules()}
-    return {name: QuantizedDelta(name, owners[id(own)]) for name, own in tensors.items() if id(own) in owners}
-
-
 def guard(model: nn.Module) -> None:
     """Has transformers refuse to save or dequantize models with deltas on quantized weights, and others no more."""
     for module in model.modules():

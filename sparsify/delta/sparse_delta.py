@@ -22,7 +22,6 @@ from sparsify.delta.algebra import Summable
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint, read_training_checkpoint
 from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas
-from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, check_not_extended
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, plan_delta
 
@@ -204,7 +203,7 @@ class SparseDelta(Summable):
         Raises:
             BaseMismatchError: when the base lacks a tensor, or has another shape or other values at the entries.
         """
-        check_not_extended(self.config, "check")
+        delta_format.check_not_extended(self.config, "check")
         return check_base(self.tensors, self.whole, base)
 
     def merge(self, base: StrPath, out: StrPath) -> Path:
@@ -221,7 +220,7 @@ class SparseDelta(Summable):
             BaseMismatchError: when the checkpoint is not that of the delta's base.
             SparsifyError: when ``out`` is not free, or entries cannot be followed into the files.
         """
-        check_not_extended(self.config, "merge")
+        delta_format.check_not_extended(self.config, "merge")
         return merge(self.tensors, self.whole, self.config, base, out)
 
     def patches(self, checkpoint: StrPath | None = None) -> Iterator[WeightPatch]:
@@ -238,7 +237,7 @@ class SparseDelta(Summable):
             BaseMismatchError: when the checkpoint is not that of the delta's base.
             SparsifyError: without a checkpoint, when the delta stores differences.
         """
-        check_not_extended(self.config, "patches")
+        delta_format.check_not_extended(self.config, "patches")
         return make_patches(self.tensors, self.whole, checkpoint)
 
     def entries_only(self) -> SparseDelta:
@@ -270,7 +269,7 @@ class SparseDelta(Summable):
     @property
     def entries_in_whole(self) -> int:
         """Number of entries that were trained in tensors stored whole, such as a sparse LoRA's, by ``config``."""
-        recorded = self.config.get(ENTRIES_IN_WHOLE_KEY)
+        recorded = self.config.get(delta_format.ENTRIES_IN_WHOLE_KEY)
         most = sum(tensor.numel() for tensor in self.whole.values())
         return recorded if type(recorded) is int and 0 < recorded <= most else 0
 

@@ -41,8 +41,7 @@ class DeltaSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._deltas: dict[str, SparseDelta] = {}
-        self._plans: dict[str, PatchPlan] = {}
+        self._attached: dict[str, tuple[SparseDelta, PatchPlan]] = {}
         self._names: tuple[str, ...] = ()  # of what is active
         self._written: PatchPlan = []
 
@@ -62,7 +61,7 @@ class DeltaSwitch:
             BaseMismatchError: when the model without the active delta is not the delta's base.
             SparsifyError: when the name is taken, or the delta cannot be loaded.
         """
-        if name in self._plans:
+        if name in self._attached:
             raise SparsifyError(f"a delta called {name!r} is attached already: `detach({name!r})` it, or take another.")
         delta = SparseDelta.load(delta) if isinstance(delta, (str, PathLike)) else delta
         if not isinstance(delta, (SparseDelta, DeltaSum)):
@@ -70,14 +69,14 @@ class DeltaSwitch:
             raise SparsifyError(f"a {type(delta).__name__} cannot be attached; {expected}")
         with self.deactivated():
             evaluated = delta.on(self.model) if isinstance(delta, DeltaSum) else delta
-            (self._plans[name], _), self._deltas[name] = evaluated.plan(self.model), evaluated
+            self._attached[name] = evaluated, evaluated.plan(self.model)[0]
 
     def detach(self, name: str) -> None:
         """Forgets a delta; the active one is deactivated first."""
         self._checked(name)
         if name in self._names:
             self.deactivate()
-        del self._plans[name], self._deltas[name]
+        del self._attached[name]
 
     def activate(self, name: str | Sequence[str]) -> None:
         """Applies a delta, or the sum of several (``["a", "b"]``), in place of what is active.
@@ -108,11 +107,11 @@ class DeltaSwitch:
         return self.activated(None)
 
     def __len__(self) -> int:
-        return len(self._deltas)
+        return len(self._attached)
 
     def __iter__(self) -> Iterator[str]:
         """The names of the attached deltas."""
-        return iter(self._deltas)
+        return iter(self._attached)
 
     def __repr__(self) -> str:
         return f"DeltaSwitch({', '.join(f'*{name}' if name in self._names else name for name in self)})"
@@ -123,16 +122,16 @@ class DeltaSwitch:
         # nothing is undone where the base's weights were loaded again since
         before = [] if holds(self.model, self._written) else self._written
         with uninterrupted(), undone(before, self.model):
-            plan = self._plans[names[0]] if len(names) == 1 else []
+            plan = self._attached[names[0]][1] if len(names) == 1 else []
             if len(names) > 1:
-                plan, _ = DeltaSum(tuple((1.0, self._deltas[name]) for name in names)).plan(self.model)
+                plan, _ = DeltaSum(tuple((1.0, self._attached[name][0]) for name in names)).plan(self.model)
             write_plan(plan, self.model)
             self._names, self._written = names, plan
 
     def _checked(self, given: str | Sequence[str]) -> tuple[str, ...]:
         names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or ())) or (None,)
         for name in names:
-            if name not in self._deltas:
-                near = near_names(str(name), map(str, self._deltas))
+            if name not in self._attached:
+                near = near_names(str(name), map(str, self._attached))
                 raise SparsifyError(f"no delta called {name!r} is attached{near}: `attach({name!r}, delta)` it first.")
         return names

@@ -41,8 +41,7 @@ def _builds(device: torch.device) -> bool:
             raise RuntimeError("a kernel wrote nothing")
         _LOG.info("Triton builds up to seven kernels for %s, in half a second each, and keeps them on disk.", device)
     except Exception as error:  # a compiler's own kinds of errors are among them
-        reason = str(error).strip().partition("\n")[0]
         problem = "Triton does not work on %s (%s: %s): slower forms in plain torch are used there."
-        _LOG.warning(problem, device, type(error).__name__, reason)
+        _LOG.warning(problem, device, type(error).__name__, str(error).strip().partition("\n")[0])
         return False
     return True

@@ -133,8 +133,7 @@ class ModelTensor(MaskedTensor):
         return shards.read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
 
     def write(self, values: Tensor) -> None:
-        parameter = self.parameter.detach()
-        shards.write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
+        shards.write_own_entries(self.parameter.detach(), self.indices, values)
 
     def write_base(self) -> None:
         """Writes the pretrained values as :meth:`write_without_version_bump` does."""
@@ -142,8 +141,7 @@ class ModelTensor(MaskedTensor):
 
     def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
-        parameter = self.parameter.data
-        shards.write_own_entries(parameter, self.indices, values.to(parameter.device, parameter.dtype))
+        shards.write_own_entries(self.parameter.data, self.indices, values)
 
 
 def are_plain(tensors: Sequence[MaskedTensor]) -> bool:

@@ -36,8 +36,7 @@ class DeviceTopK:
     def _held_on(self, device: torch.device) -> Candidates:
         if device not in self._held:
             limit = self.size + max(self.size, SMALLEST_CUT)  # candidates that may stay until a cut
-            capacity = limit + self._most_at_once
-            candidates = Candidates(self.size, limit, capacity, self._total, self.dtype, device)
+            candidates = Candidates(self.size, limit, limit + self._most_at_once, self._total, self.dtype, device)
             candidates.is_fused = self.dtype == torch.float32 and has_triton(device)
             self._held[device] = candidates
         return self._held[device]

@@ -70,10 +70,16 @@ class JoiningPass(Pass):
         if isinstance(gradient, Product) and not gradient.numel:  # of a layer that got no tokens: it covers no row
             gradient = DenseGradient(gradient.right, torch.empty(0, dtype=torch.int64, device=gradient.device))
         if is_small(tensor) and (self._joins or not tensor.collector.sharded):
+            dense = gradient.dense()
+            if dense.rows is not None:
+                dense = DenseGradient(dense.values.new_zeros(matrix_shape(tensor))).add(dense)
             # a copy, unless it is the pass's own: another backward may write into it
-            self._small[gradient.device].add([tensor], _whole(tensor, gradient).own().values.view(-1))
+            self._small[gradient.device].add([tensor], dense.own().values.view(-1))
         elif self._joins_neighbours and self._is_joined(tensor, gradient):
-            self._join(tensor, gradient)
+            if not self._spans[gradient.device].take(tensor, gradient):
+                self._settle([self._spans.pop(gradient.device)])
+                self._spans[gradient.device].take(tensor, gradient)
+            self.settled.add(tensor)
         else:
             super().add(tensor, gradient)
 
@@ -82,13 +88,6 @@ class JoiningPass(Pass):
         if tensor.numel > LARGEST_AHEAD or tensor.shards > 1 or not runs_ahead(gradient.device):
             return False
         return not (tensor.waiting or tensor in self.held or tensor in self.settled or gradient.rows is not None)
-
-    def _join(self, tensor: MaskedTensor, gradient: Gradient) -> None:
-        device = gradient.device
-        if not self._spans[device].take(tensor, gradient):
-            self._settle([self._spans.pop(device)])
-            self._spans[device].take(tensor, gradient)
-        self.settled.add(tensor)
 
     def _settle(self, batches: Sequence["Joined"]) -> None:
         for joined in batches:
@@ -166,9 +165,8 @@ class Joined:
 
         Those in the excluded places have no gradient, and so are never offered.
         """
-        whole = [own.parameter for own in self.tensors]
-        if not are_plain(self.tensors):
-            whole = [own.weight for own in self.tensors]
+        plain = are_plain(self.tensors)
+        whole = [own.parameter if plain else own.weight for own in self.tensors]
         self.values.index_fill_(0, excluded, 0)
         return self._join(whole), self.values, *self._ids()
 
@@ -215,11 +213,6 @@ class Span(Joined):
 
     def _ids(self) -> tuple[int, Tensor | None]:
         return self.tensors[0].offset, None
-
-
-def _whole(tensor: MaskedTensor, gradient: Gradient) -> DenseGradient:
-    dense = gradient.dense()
-    return dense if dense.rows is None else DenseGradient(dense.values.new_zeros(matrix_shape(tensor))).add(dense)
 
 
 def check_alike(batches: Iterable[Joined]) -> None:

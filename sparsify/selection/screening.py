@@ -93,8 +93,7 @@ class StreamingSelector(Selector):
         wanted, excluded = self._wanted_and_excluded(tensor)
         if isinstance(gradient, Product):
             if not isinstance(self._topk, DeviceTopK):
-                taken = self.screen(tensor, gradient, wanted, excluded)
-                if taken is not None:
+                if (taken := self.screen(tensor, gradient, wanted, excluded)) is not None:
                     return taken
             elif gradient.numel > MOST_MULTIPLIED:
                 return self._offer_blocks(tensor, RowBlocks(gradient, wanted, excluded))
@@ -155,8 +154,7 @@ class StreamingSelector(Selector):
         if not most or size < SMALLEST_SCREENED or not has_threshold:
             return None
         least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)  # (rows,)
-        steps = staircase(left, right, least, most)
-        if steps is None:
+        if (steps := staircase(left, right, least, most)) is None:
             return None
         self._work.screened += size_of(steps)
         self._work.skipped += size - size_of(steps)

@@ -53,7 +53,9 @@ def select_static(
     parts = []
     for group, count in groups:
         if count:
-            cap = _cap(group, count) if selection.allocation == "spread" else None
+            sides = sum(min(t.shape[0], t.numel // t.shape[0]) for t in group if len(t.shape) > 1)
+            # twice an even spread: however the best are taken then, enough entries are found
+            cap = -(-2 * count // max(1, sides)) if selection.allocation == "spread" else None
             found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals, cap=cap)
             if found.numel() < count:
                 raise SparsifyError(_too_few(group, importance, count, found.numel()))
@@ -89,10 +91,7 @@ def rank_by_scores(
     tensors: Sequence[MaskedTensor], importance: Importance, topk: TopK, seed: str,
     totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False, cap: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Global ids (n,) of the best entries with a finite score, by a calibration's ``totals`` or the weights alone.
-
-    At most ``cap`` are in a row or a column of a matrix.
-    """
+    """Global ids (n,) of the best entries with a finite score, at most ``cap`` of a row or a column of a matrix."""
     for tensor in tensors:
         if importance.covers(tensor.name) and tensor.rows is None:
             excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
@@ -115,12 +114,6 @@ def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tens
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
         yield scores.where((block != 0) & (scores > 0), -torch.inf)
-
-
-def _cap(tensors: Sequence[MaskedTensor], count: int) -> int:
-    """Twice as many entries of a row or column as an even spread has: however they are spread, ``count`` are found."""
-    lines = sum(min(t.shape[0], t.numel // t.shape[0]) for t in tensors if len(t.shape) > 1)
-    return -(-2 * count // max(1, lines))
 
 
 def spread(scores: Tensor, cap: int) -> Tensor:
@@ -237,10 +230,7 @@ def calibrate(
     model: nn.Module, parameters: Sequence[nn.Parameter], importance: Importance, calibration: Calibration,
     loss_fn: LossFunction | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Sums each parameter's gradient over batches, at least in float32; for :class:`Fisher`, squares over examples.
-
-    For :class:`GSNR`, it is the sum's size by the root of that of the squares.
-    """
+    """Sums each parameter's gradient, for :class:`Fisher` an example's square; for :class:`GSNR`, compares batches."""
     if isinstance(calibration, (Mapping, str)):
         raise SparsifyError(f"calibration= is a single {type(calibration).__name__}; expected several, as in [batch].")
     number = importance.num_samples if isinstance(importance, Fisher) else None
@@ -297,18 +287,16 @@ def _examples(batch: Any) -> list[Any]:
 
 
 @contextmanager
-def _summing(
-    model: nn.Module, parameters: Sequence[nn.Parameter], powers: Sequence[int]
-) -> Iterator[list[list[Tensor]]]:
+def _summing(model: nn.Module, parameters: Sequence[nn.Parameter], powers: list[int]) -> Iterator[list[list[Tensor]]]:
     """Sums to which powers of each gradient are added as soon as it is computed, and then freed; in eval mode."""
-    sums = {p: [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for _ in powers]
-            for p in parameters}  # fmt: skip
+    dtypes = {parameter: torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters}
+    sums = {parameter: [torch.zeros_like(parameter, dtype=own) for _ in powers] for parameter, own in dtypes.items()}
 
     def add(parameter: Any) -> None:
         grad, parameter.grad = parameter.grad, None
+        grad = (grad.to_dense() if grad.is_sparse else grad).to(dtypes[parameter])
         for total, power in zip(sums[parameter], powers, strict=True):
-            own = (grad.to_dense() if grad.is_sparse else grad).to(total.dtype)
-            total += own if power == 1 else own.square()
+            total += grad if power == 1 else grad.square()
 
     modes = {module: module.training for module in model.modules()}
     grads = {parameter: parameter.grad for parameter in model.parameters()}

@@ -150,8 +150,7 @@ class Custom(Importance):
         return scores
 
 
-_BUILT_IN = (D3, Fisher, GSNR, SNIP, Magnitude, Random, Bias)
-IMPORTANCES: dict[str, Callable[..., Importance]] = {kind.name: kind for kind in _BUILT_IN}
+IMPORTANCES: dict[str, Any] = {kind.name: kind for kind in (D3, Fisher, GSNR, SNIP, Magnitude, Random, Bias)}
 
 
 def register_importance(name: str, *, uses_gradient: bool = True) -> Callable[[Callable[..., Tensor]], Custom]:

@@ -74,13 +74,11 @@ class DeltaUpdate:
                 dense tensor is the base's again; while the patches are read, when int32 cannot hold a position.
         """
         check_not_extended(self._state.config, "patches")
-        if self._before is None:
-            tensors, whole = self._changes.tensors, self._changes.whole
-        else:
-            if gone := sorted(self._before.whole.keys() - self._state.whole.keys()):
-                remedy = "load the engine's checkpoint afresh, and take the patches of `snapshot()`."
-                raise SparsifyError(f"`{gone[0]}` is the base's again, whose values are not known here: {remedy}")
-            tensors, whole = changed_entries(self._before, self._state), changed_whole(self._before, self._state)
+        before = self._before or Version({}, {}, {})  # the base
+        if gone := sorted(before.whole.keys() - self._state.whole.keys()):
+            remedy = "load the engine's checkpoint afresh, and take the patches of `snapshot()`."
+            raise SparsifyError(f"`{gone[0]}` is the base's again, whose values are not known here: {remedy}")
+        tensors, whole = changed_entries(before, self._state), changed_whole(before, self._state)
         return (_with_int32(patch) for patch in make_patches(tensors, whole, checkpoint))
 
     def __repr__(self) -> str:

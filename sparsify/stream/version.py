@@ -19,7 +19,6 @@ from torch import Tensor
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta import format as delta_format
 from sparsify.delta.entries import DTYPES, TensorDelta, decode_indices, encode_indices, is_text
-from sparsify.delta.format import PAYLOAD_KEY, check_object
 from sparsify.errors import DeltaFormatError
 
 STREAM_KEY = "stream"  # of the config
@@ -141,8 +140,7 @@ def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
     """What brings the entries of an earlier version to those of a later one, by tensor name."""
     found = {name: part.reverted().delta() for name, part in old.tensors.items() if name not in new.tensors}
     for name, after in new.tensors.items():
-        before = old.tensors.get(name)
-        if before is None:
+        if (before := old.tensors.get(name)) is None:
             found[name] = after.delta()
         elif (known := after.find(before)) is None:  # entries have left, or changed their base or dtype
             left = before.at(torch.isin(before.indices, after.indices, invert=True))
@@ -158,8 +156,7 @@ def changed_entries(old: Version, new: Version) -> dict[str, TensorDelta]:
 def _changed(old: Tensor, new: Tensor) -> KnownValues:
     """All values (n,), or those whose bits changed and their places, whichever takes fewer bytes."""
     changed = as_bits(old) != as_bits(new)
-    number = int(changed.count_nonzero())
-    if number * (2 + new.itemsize) >= new.nbytes:  # a place takes two bytes, as a rule
+    if int(changed.count_nonzero()) * (2 + new.itemsize) >= new.nbytes:  # a place takes two bytes, as a rule
         return KnownValues(new)
     places = changed.nonzero().flatten()
     return KnownValues(new[places], places)
@@ -188,8 +185,8 @@ def read_message(data: bytes) -> Message:
         file = io.BytesIO(data)
         header, document = delta_format.read_header(file)
         stream = _check_stream(document["config"], data)
-        if PAYLOAD_KEY not in document:
-            raise DeltaFormatError(f"its metadata has no `{PAYLOAD_KEY}`, which every message has")
+        if delta_format.PAYLOAD_KEY not in document:
+            raise DeltaFormatError(f"its metadata has no `{delta_format.PAYLOAD_KEY}`, which every message has")
         optional = set() if stream["snapshot"] else _OPTIONAL
         (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
         if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
@@ -203,7 +200,7 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
         raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
     if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
         raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
-    check_object(f"`{STREAM_KEY}`", stream, _KEYS)
+    delta_format.check_object(f"`{STREAM_KEY}`", stream, _KEYS)
     chain, stated, number = stream["chain"], stream[_HASH_KEY], stream["version"]
     if not is_text("[0-9a-f]{32}", chain) or not is_text("[0-9a-f]{64}", stated):
         raise DeltaFormatError(f"`{STREAM_KEY}`: its chain or hash is no text of hex digits of the right length")

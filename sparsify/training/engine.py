@@ -108,8 +108,6 @@ class Engine(TrainingStep):
         self.restart()
         self.weights.write()
 
-    # -------------------------------------------------------------------------------- how far it is
-
     @property
     def values(self) -> SparseValues:
         """(capacity,) the flat delta."""
@@ -153,8 +151,6 @@ class Engine(TrainingStep):
         """Whether FSDP2 has sharded the weights."""
         return is_fully_sharded(self.root)
 
-    # -------------------------------------------------------------------------------- forward
-
     @property
     def in_forward(self) -> bool:  # type: ignore[override]
         """Whether the root runs forward, or a part of it is recomputed."""
@@ -190,8 +186,6 @@ class Engine(TrainingStep):
             return self.current_root.output
         check_not_exported()
         return super().root_anchor()
-
-    # -------------------------------------------------------------------------------- backward
 
     def start_pass(self, graph: int, around: int) -> Pass:
         if vars(self.root).get(ENGINE) is not self:
@@ -286,8 +280,6 @@ class Engine(TrainingStep):
             if base is None or base.dtype.itemsize < self.entries.base.dtype.itemsize:
                 base = read_weights(self.tensors, ids, counts, self.entries.base)
             self.entries.append(ids, base, counts)
-
-    # -------------------------------------------------------------------------------- from step to step
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if optimizer is not None and optimizer_steps.was_counted(self, optimizer):

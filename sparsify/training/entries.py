@@ -112,17 +112,15 @@ class ModelEntries(Entries):
         if not written and not by_value:
             return False
         step, updates, count, _ = self.root.get_buffer(POSITION).tolist()
-        if count != self.count or self.ids.is_floating_point() or not torch.equal(self._known_ids(), self.ids.cpu()):
+        slots, ids = (part.cpu() for part in self.by_tensor)
+        known_ids = torch.empty_like(ids).index_copy_(0, slots, ids)
+        if count != self.count or self.ids.is_floating_point() or not torch.equal(known_ids, self.ids.cpu()):
             return True
         self.base_was_written |= any(name == BASE and known >= 0 for name, _, known in self._seen if name in written)
         self.step, self.updates = step, updates
         self._sort()  # on another device, perhaps
         self.remember()
         return False
-
-    def _known_ids(self) -> Tensor:
-        slots, ids = (part.cpu() for part in self.by_tensor)
-        return torch.empty_like(ids).index_copy_(0, slots, ids)
 
     def problem(self, state: Mapping[str, Any] | None = None) -> str | None:
         """Returns what is wrong with the buffers, or with those of a state dict; ``None`` if nothing is."""

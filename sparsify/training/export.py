@@ -221,11 +221,6 @@ def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> Non
         warnings.warn(f"{unheld}.", stacklevel=stacklevel)
 
 
-def digest_buffers(model: nn.Module) -> dict[str, str]:
-    """A digest of every buffer in the model's state dict, by name; :func:`changed_buffers` compares them later."""
-    return {name: digest(buffer) for name, buffer in persistent_buffers(model).items()}
-
-
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:
     """The buffers that training changed (BatchNorm's statistics), by their names in the model."""
     known, buffers = engine.buffer_digests, persistent_buffers(engine.root)

@@ -17,7 +17,6 @@ from sparsify.core.taps import Taps
 from sparsify.core.tensor import MaskedTensor
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection import joined
-from sparsify.selection.joined import is_small
 
 
 class Forward:
@@ -73,7 +72,7 @@ def groups(tensors: Iterable[ModelTensor]) -> dict[MaskedTensor, list[MaskedTens
         if tensor.is_parallel or tensor.is_partial or tensor.is_quantized or tensor.rows is not None:
             continue
         if len(tensor.shape) == 1:
-            if is_small(tensor):
+            if joined.is_small(tensor):
                 vectors.append(tensor)
                 found[tensor] = vectors
         elif isinstance(tensor.owner, MaskedLinearModule) and tensor.numel <= joined.LARGEST_AHEAD:

@@ -141,19 +141,14 @@ def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
 
 def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's present step, or one within it, has been counted."""
-    for each in reversed(_STEPS.begun):
-        if each.optimizer() is optimizer:
-            return step in each.counted
-    return False
+    own = [each for each in _STEPS.begun if each.optimizer() is optimizer]
+    return bool(own) and step in own[-1].counted
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:
     """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
-    for each in _STEPS.begun:
-        optimizer = None if each.has_closure or step in each.counted else each.optimizer()
-        if optimizer is not None and holds(optimizer, step.entries.values):
-            return True
-    return False
+    uncounted = (each.optimizer() for each in _STEPS.begun if not (each.has_closure or step in each.counted))
+    return any(optimizer is not None and holds(optimizer, step.entries.values) for optimizer in uncounted)
 
 
 def warn_of_uncounted(moves: int) -> None:

@@ -5,7 +5,7 @@ them whole.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,7 @@ def check_candidates(model: nn.Module, candidates: tuple[Candidate, ...]) -> Non
             check_maskable(name, module, attribute, around)
 
 
-def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[str] = ()) -> tuple[str, ...]:
+def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Container[str] = ()) -> tuple[str, ...]:
     """Finds the parameters that the base does not have, trainable or not.
 
     Those are the parameters that PEFT and adapters add, those missing in the checkpoint that a transformers model was
@@ -116,8 +116,7 @@ def find_new(model: nn.Module, fresh_modules: Pattern = None, saved: Iterable[st
         for part in [module] if name in named or isinstance(module, Adapter) else _added_by_peft(module):
             parameters = [part] if isinstance(part, nn.Parameter) else part.parameters()
             found |= {first_names[id(parameter)] for parameter in parameters}
-    found -= set(saved)
-    return tuple(name for name in first_names.values() if name in found)
+    return tuple(name for name in first_names.values() if name in found and name not in saved)
 
 
 def _added_by_adapterhub(model: nn.Module) -> set[str]:

@@ -177,11 +177,10 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         engine.loading = True, prefix, needed
         for name in frozen:
             state_dict.pop(name, None)
-    room = engine.values.numel()
     for name in (IDS, BASE):
         entries = stored[name][: int(stored[POSITION][2])]
         entries = entries.long() if name == IDS else entries
-        state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(room - entries.numel())])
+        state_dict[prefix + name] = torch.cat([entries, entries.new_zeros(engine.values.numel() - entries.numel())])
     if engine.steps is None:
         engine.steps = saved.get("steps")
     engine.extended_at, engine.policy.summed = saved.get(EXTENDED, 0), saved.get(SUMMED, int(stored[POSITION][0]))
@@ -242,11 +241,10 @@ def _prefix(engine: Engine, model: nn.Module) -> str:
 
 def _check_same_base(engine: Engine, stored: NamedTensors, needed: set[str]) -> None:
     """Raises where the entries of a trained state belong to another base than the weights are at this moment."""
-    entries = engine.entries
     count = int(stored[POSITION][2])
     ids, order = stored[IDS][:count].long().cpu().sort()
     base = stored[BASE][:count].cpu()[order]
-    counts = count_by_tensor(ids, entries.ends).tolist()
+    counts = count_by_tensor(ids, engine.entries.ends).tolist()
     for tensor, own, values in zip(engine.tensors, ids.split(counts), base.split(counts), strict=True):
         if tensor.name in needed or not own.numel():
             continue  # it comes with the trained state

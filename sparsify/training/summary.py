@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import listed
-from sparsify.common.quantized import true_sizes
+from sparsify.common.quantized import is_quantized, quantized_weight
 from sparsify.common.ranks import num_ranks
 from sparsify.common.raw_bits import fingerprint
 from sparsify.common.shards import full_values
@@ -197,12 +197,16 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
 
 
 def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
-    """Entries of the model without the flat delta; or only the trainable ones, the flat delta included."""
+    """Entries of the model without the flat delta, those of quantized weights too; or trainable ones, with it."""
     if trainable:
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    sizes = true_sizes(model)  # PEFT's attention makes a parameter anew each time that it is read
-    named = [(name.rpartition(".")[2], parameter) for name, parameter in model.named_parameters()]
-    return sum(sizes.get(parameter, parameter.numel()) for name, parameter in named if name != VALUES)
+    sizes: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and attribute != VALUES:
+                known = is_quantized(parameter) and getattr(parameter, "quant_state", True) is not None
+                sizes[parameter] = quantized_weight(module, attribute).shape.numel() if known else parameter.numel()
+    return sum(sizes.values())
 
 
 def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:

@@ -128,8 +128,7 @@ class EffectiveWeights:
             if self._by_address:
                 self._scatter(seen=True)
             else:
-                parts = self._entries.effective().split(self._entries.counts)
-                for tensor, own in zip(tensors, parts, strict=True):
+                for tensor, own in zip(tensors, self._entries.effective().split(self._entries.counts), strict=True):
                     if own.numel() and tensor not in but:
                         tensor.write(own)
             self._written_dtype = tensors[0].parameter.dtype
