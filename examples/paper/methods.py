@@ -88,6 +88,8 @@ METHODS = {
     "id3": Method(_id3),
     "pafi": Method(_preset("pafi")),
     "fish": Method(_preset("fish")),
+    "fish-spread": Method(lambda settings: Strategy(PRESETS["fish"].importance, Static("spread"))),
+    "gsnr": Method(_preset("gsnr")),
     "bitfit": Method(_preset("bitfit"), takes_budget=False),
     "random": Method(_preset("random")),
     "magnitude-increment": Method(lambda settings: Strategy(Magnitude(), Increment())),
