@@ -138,13 +138,11 @@ class Summary:
 
 
 def suggested_rate(strategy: Strategy, share: float) -> list[tuple[str, str]]:
-    """A row: the learning rate to begin with, as a multiple of full fine-tuning's; none where there are no runs.
-
-    Source: the runs in tutorials/choosing.md.
-    """
-    if (importance := strategy.importance) is None or not (importance.uses_gradient or strategy == PRESETS["random"]):
+    """A row: the learning rate to begin with, by the runs in tutorials/choosing.md; none where there are no runs."""
+    is_spread = strategy in (PRESETS["random"], PRESETS["gsnr"])
+    if strategy.importance is None or not (strategy.importance.uses_gradient or is_spread):
         return []
-    factor = TIMES_FULL if importance.uses_gradient else 1 / share
+    factor = 1 / share if is_spread else TIMES_FULL
     example = f"{factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
     return [("learning rate", f"try {factor:.3g} times that of full fine-tuning: {example}")]
 

@@ -105,7 +105,9 @@ def test_the_text_says_it_all_and_less_before_the_first_step():
 
 @pytest.mark.parametrize(
     ("strategy", "rate"),
-    [("id3", "10 times"), ("fish", "10 times"), ("random", "20 times"), ("pafi", None), ("bitfit", None)],
+    [(name, "10 times") for name in ("id3", "fish")]
+    + [(name, "20 times") for name in ("random", "gsnr")]
+    + [("pafi", None), ("bitfit", None)],
 )
 def test_a_rate_is_suggested_as_a_multiple_of_full_fine_tunings(strategy, rate):
     found = a_summary(strategy=PRESETS[strategy], budget=2000, num_candidates=40_000)
