@@ -173,7 +173,7 @@ def test_a_snippet_runs(snippet, tmp_path, monkeypatch):
     names = {
         "model": model, "base_model": base_model, "bert": bert(), "base": base, "tuned": Model(), "sparsify": sparsify,
         **{name: SparseDelta.diff(base, Model(), budget=9, progress=False) for name in ("delta", "mrpc", "cola")},
-        "train_loader": [batch], "train_data": [{"x": x, "labels": 1} for x in batch["x"]],
+        "train_loader": [batch, {**batch, "x": -batch["x"]}], "train_data": [{"x": x, "labels": 1} for x in batch["x"]],
         "arguments": TrainingArguments(tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True),
     }  # fmt: skip
     for statement in map(ast.unparse, ast.parse(snippet).body):
