@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.selection.static import spread
+
 Tensors = Mapping[str, Tensor]
 Entries = dict[str, Tensor]
 SQUARES = (4, 8, 32)  # entries of a row and of a column at most
-CHUNKS = 256  # parts of a tensor, to each of which a cap is applied at once
 
 
 class Moments(NamedTuple):
@@ -36,9 +37,15 @@ def largest(scores: Tensors, budget: int) -> Entries:
     return _by_tensor(ids, scores)
 
 
-def capped(gradients: Tensors, budget: int, column: int | None = None, row: int | None = None) -> Entries:
-    """The largest gradients, but at most ``column`` entries of a column and ``row`` of a row."""
-    return largest({name: _capped(gradient.abs(), column, row) for name, gradient in gradients.items()}, budget)
+def capped(gradients: Tensors, budget: int, *, column: int | None = None, square: int | None = None) -> Entries:
+    """The largest gradients, but at most ``column`` entries of a column, or ``square`` of a column and of a row."""
+    scores = {name: gradient.abs() for name, gradient in gradients.items()}
+    if square is not None:
+        scores = {name: spread(score, square) for name, score in scores.items()}
+    if column is not None:
+        least = {name: score.topk(min(column, len(score)), dim=0).values[-1] for name, score in scores.items()}
+        scores = {name: score.where(score >= least[name], -torch.inf) for name, score in scores.items()}
+    return largest(scores, budget)
 
 
 def floored(gradients: Tensors, budget: int, row: int) -> Entries:
@@ -122,35 +129,6 @@ def rates(gradients: Tensors, entries: Entries, power: float) -> Tensor:
     return factors / factors.mean()
 
 
-def _capped(score: Tensor, column: int | None, row: int | None) -> Tensor:
-    """The scores (n_out, n_in), and -inf where an entry's column or row is full of larger ones.
-
-    Greedy, in chunks from the largest score down; within a chunk an entry may find its row full of entries whose own
-    column is full, so that a few places stay empty.
-    """
-    kept, width = torch.full_like(score, -torch.inf), score.shape[1]
-    places = [
-        torch.full((n,), cap or score.numel(), device=score.device)
-        for n, cap in zip(score.shape, (row, column), strict=True)
-    ]
-    for ids in score.flatten().argsort(descending=True).split(max(1, score.numel() // CHUNKS)):
-        ids = ids[(places[0][ids // width] > 0) & (places[1][ids % width] > 0)]
-        lines = [ids // width, ids % width]
-        free = [_earlier(own) < left[own] for own, left in zip(lines, places, strict=True)]
-        accepted = ids[free[0] & free[1]]
-        kept.view(-1)[accepted] = score.flatten()[accepted]
-        places[0] -= (accepted // width).bincount(minlength=len(places[0]))
-        places[1] -= (accepted % width).bincount(minlength=width)
-    return kept
-
-
-def _earlier(lines: Tensor) -> Tensor:
-    """For each entry (n,), how many before it have the same line."""
-    ordered, order = lines.sort(stable=True)
-    before = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
-    return torch.empty_like(order).scatter(0, order, before)
-
-
 def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
     """Cuts ids over all tensors, laid end to end, into flat indices of each; tensors without one are left out."""
     found, start = {}, 0
@@ -166,7 +144,7 @@ def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
 # by a set that is computed: of the calibration's moments, the budget and the seed
 RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
     **{f"column-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, column=cap) for cap in (3, 8, 32)},
-    **{f"square-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, cap, cap) for cap in SQUARES},
+    **{f"square-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, square=cap) for cap in SQUARES},
     **{f"floor-{row}": lambda m, budget, seed, row=row: floored(m.gradients, budget, row) for row in (1,)},
     **{
         f"mixed-{part}": lambda m, budget, seed, part=part: mixed(m.gradients, budget, part / 100, seed)
@@ -182,7 +160,7 @@ RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
     "random-attention": lambda m, budget, seed: mixed(only(m.gradients, "attn"), budget, 0, seed),
     "consistent": lambda m, budget, seed: capped(m.consistency, budget),
     **{
-        f"consistent-square-{cap}": lambda m, budget, seed, cap=cap: capped(m.consistency, budget, cap, cap)
+        f"consistent-square-{cap}": lambda m, budget, seed, cap=cap: capped(m.consistency, budget, square=cap)
         for cap in SQUARES
     },
 }
