@@ -58,7 +58,7 @@ def select_static(
             cap = -(-2 * count // max(1, sides)) if selection.allocation == "spread" else None
             found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals, cap=cap)
             if found.numel() < count:
-                raise SparsifyError(_too_few(group, importance, count, found.numel()))
+                raise SparsifyError(_too_few(group, importance, count, found.numel(), cap))
             parts.append(found)
     return torch.cat([kept, _interleave(parts)])
 
@@ -157,9 +157,10 @@ def _check_budget(ranked: Sequence[ModelTensor], strategy: Strategy, budget: int
         raise SparsifyError(f"budget={budget:,} with {strategy.selection}: {vectors}; {expected}")
 
 
-def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: int, found: int) -> str:
+def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: int, found: int, cap: int | None) -> str:
     share = f"budget={wanted:,}" if len(tensors) > 1 else f"`{tensors[0].name}` is to get {wanted:,} entries"
     score = "score above 0 in the calibration" if importance.uses_gradient else "finite score"
+    score += f", with at most {cap} in a row or column" if cap else ""
     zeros = [tensor.name for tensor in tensors if isinstance(importance, SNIP) and not tensor.weight.any()]
     remedy = "correct it if it is yours, give the calibration more examples, or lower the budget."
     if zeros:

@@ -244,7 +244,8 @@ useless_weights = of_weights(lambda weight: weight.where(weight.abs() > 0.4, -to
         (None, Strategy(Bias(), PRUNE), "finds nothing to prune: no candidate that it covers has two dimensions"),
         (60, Strategy(Bias(), PRUNE), "expected 1 to 31, the number of candidates"),
         (90, Strategy(useless, Static()), "=90, but .* 'test-static-useless' gave only 0 entries a score above 0"),
-        (90, Strategy(useless_weights, Static()), r"'test-static-weights' gave only \d+ entries a finite score"),
+        (90, Strategy(useless_weights, Static()), r"'test-static-weights' gave only \d+ entries a finite score \("),
+        (90, Strategy(useless_weights, Static("spread")), r"a finite score, with at most 11 in a row or column \("),
     ],
 )
 def test_a_budget_that_does_not_fit_changes_nothing(model_and_batches, budget, strategy, message):
