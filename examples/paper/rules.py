@@ -8,13 +8,14 @@ indices (n,) of each tensor's entries, as many in all as the budget. The rules a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsify.selection.static import spread
+from sparsify.strategies.strategy import share_out
 
 Tensors = Mapping[str, Tensor]
 Entries = dict[str, Tensor]
@@ -74,27 +75,40 @@ def sampled(gradients: Tensors, budget: int, power: float, seed: int) -> Entries
 
 def balanced(gradients: Tensors, budget: int, seed: int) -> Entries:
     """Entries drawn at random, but the same density everywhere: all rows of a tensor have as many, and all columns."""
-    scores, total = _uniform(gradients, seed), sum(gradient.numel() for gradient in gradients.values())
-    generator, ends = torch.Generator().manual_seed(seed), 0
-    chosen: dict[str, Tensor] = {}
-    for name, score in scores.items():
-        start, ends = ends, ends + score.numel()
-        number = budget * ends // total - budget * start // total
+    scores, generator = _uniform(gradients, seed), torch.Generator().manual_seed(seed)
+    counts = share_out(budget, [gradient.numel() for gradient in gradients.values()])
+    for score, number in zip(scores.values(), counts, strict=True):
         lines = [torch.cat([torch.randperm(size, generator=generator) for _ in range(number // size + 1)])[:number]
                  for size in score.shape]  # fmt: skip
         score.view(-1)[(lines[0] * score.shape[1] + lines[1]).to(score.device)] += 1  # a few are drawn twice
-        chosen[name] = score.flatten().topk(number).indices.sort().values
-    return {name: ids for name, ids in chosen.items() if ids.numel()}
+    return best_of_each(scores, counts)
 
 
 def by_rank(gradients: Tensors, budget: int, seed: int) -> Entries:
     """Entries drawn at random, in each tensor a LoRA's share of the budget: in proportion to rows plus columns."""
-    draws, total = _uniform(gradients, seed), sum(sum(gradient.shape) for gradient in gradients.values())
-    chosen, ends = {}, 0
-    for name, draw in draws.items():
-        start, ends = ends, ends + sum(draw.shape)
-        number = budget * ends // total - budget * start // total
-        chosen[name] = draw.flatten().topk(number).indices.sort().values
+    return best_of_each(_uniform(gradients, seed), share_out(budget, [sum(g.shape) for g in gradients.values()]))
+
+
+def evenly_spread(scores: Tensors, budget: int) -> Entries:
+    """The largest scores, the same density in each tensor, at most twice an even share in a row or column of it."""
+    counts = share_out(budget, [score.numel() for score in scores.values()])
+    caps = [-(-2 * number // min(score.shape)) for score, number in zip(scores.values(), counts, strict=True)]
+    kept = {name: spread(score, cap) for (name, score), cap in zip(scores.items(), caps, strict=True)}
+    return best_of_each(kept, counts)
+
+
+def redrawn(gradients: Tensors, entries: Entries, seed: int) -> Entries:
+    """Entries drawn at random, as many in each tensor as another rule takes."""
+    counts = [len(entries.get(name, ())) for name in gradients]
+    return best_of_each(_uniform(gradients, seed), counts)
+
+
+def best_of_each(scores: Tensors, counts: Sequence[int]) -> Entries:
+    """The largest scores of each tensor, as many as its count says."""
+    chosen = {
+        name: score.flatten().topk(number).indices.sort().values
+        for (name, score), number in zip(scores.items(), counts, strict=True)
+    }
     return {name: ids for name, ids in chosen.items() if ids.numel()}
 
 
@@ -163,6 +177,8 @@ RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
         f"consistent-square-{cap}": lambda m, budget, seed, cap=cap: capped(m.consistency, budget, square=cap)
         for cap in SQUARES
     },
+    "consistent-even": lambda m, budget, seed: evenly_spread(m.consistency, budget),
+    "consistent-redrawn": lambda m, budget, seed: redrawn(m.gradients, capped(m.consistency, budget, square=8), seed),
 }
 # entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
 SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}

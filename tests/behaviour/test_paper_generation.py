@@ -190,7 +190,8 @@ def test_the_papers_sets_come_from_their_authors_or_the_error_says_what_to_do(mo
 
 BUDGET = 120
 RULES = ["none", "lora-1", "random", "id3-early", "id3-uniform", "gradient", "column-3", "mixed-50", "scaled-50",
-         "balanced", "by-rank", "sampled-50", "consistent-square-8", "random-mlp", "dora-1", "shira"]  # fmt: skip
+         "balanced", "by-rank", "sampled-50", "consistent-square-8", "consistent-even", "consistent-redrawn",
+         "random-mlp", "dora-1", "shira"]  # fmt: skip
 
 
 def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
@@ -229,6 +230,15 @@ def test_entries_by_rank_are_as_many_in_each_tensor_as_a_lora_has_numbers():
     tensors = {"wide": torch.ones(20, 30), "high": torch.ones(140, 10)}
     entries = rules.by_rank(tensors, 80, seed=0)
     assert {name: len(ids.unique()) for name, ids in entries.items()} == {"wide": 20, "high": 60}
+
+
+def test_of_each_tensor_as_many_are_taken_by_density_or_as_another_rule_takes():
+    scores = {"wide": torch.arange(60.0).view(6, 10), "high": torch.arange(120.0).view(20, 6)}
+    even = rules.evenly_spread(scores, 18)
+    assert {name: len(ids) for name, ids in even.items()} == {"wide": 6, "high": 12}
+    assert even["wide"].tolist() == [36, 37, 48, 49, 58, 59]  # two of a row, and of a column
+    again = rules.redrawn(scores, {"high": torch.arange(7)}, seed=0)
+    assert {name: len(ids.unique()) for name, ids in again.items()} == {"high": 7}
 
 
 def test_entries_are_sampled_by_a_power_of_their_gradients():
