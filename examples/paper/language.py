@@ -64,7 +64,7 @@ LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budge
     "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
 }  # fmt: skip
 COLUMNS = ("standard error", "seeds", "numbers", "GB", "MB")
-METHODS = ["none", "full", *LORAS, "shira", *STRATEGIES, *RULES, *SCALED]
+METHODS = ["none", "full", *LORAS, "lora+random", "shira", *STRATEGIES, *RULES, *SCALED]
 
 
 class Bed:
@@ -175,12 +175,18 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
     if method in LORAS:
         from peft import LoraConfig, get_peft_model
 
-        layers = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
-        size = sum(layer.in_features + layer.out_features for layer in layers)
-        options = {"r": max(1, round((settings.budget or 0) / size)), **LORAS[method]}
-        return get_peft_model(
-            model, LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
-        ), None
+        options = {"r": max(1, round((settings.budget or 0) / _rank_size(model, settings))), **LORAS[method]}
+        lora = LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
+        return get_peft_model(model, lora), None
+    if method == "lora+random":  # half of the budget each, at one rate
+        from peft import LoraConfig, get_peft_model
+
+        from sparsify.peft import SparseConfig
+
+        rank = max(1, round((settings.budget or 0) / _rank_size(model, settings) / 2))
+        entries: Any = {"budget": (settings.budget or 0) - rank * _rank_size(model, settings), "strategy": "random"}
+        entries |= {"lora": LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), "seed": settings.seed}
+        return get_peft_model(model, SparseConfig(task_type="CAUSAL_LM", target_modules=targets, **entries)), None
     if method == "shira":  # PEFT's, with as many numbers in each layer as a LoRA of rank 1
         from peft import ShiraConfig, get_peft_model
 
@@ -198,6 +204,12 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
         common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), number)}
         common |= {"loss_fn": answer_loss}
     return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
+
+
+def _rank_size(model: nn.Module, settings: Settings) -> int:
+    """The numbers of a LoRA of rank 1."""
+    layers: Any = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
+    return sum(layer.in_features + layer.out_features for layer in layers)
 
 
 def run(bed: Bed, settings: Settings) -> Run:

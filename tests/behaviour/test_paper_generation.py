@@ -210,6 +210,8 @@ def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
     assert llama not in first
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
     assert path.read_text().count("\n") == len(RULES) + 2
+    language.main([*options, "--methods", "lora+random", "--budget", str(size := 4 * lines["lora-1"]["trained"])])
+    assert [*runs.read(path).values()][-1]["trained"] == size
     language.main(["--results", str(path), "--table"])
     assert f"### {Path(llama).name}, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
 
