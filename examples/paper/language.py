@@ -64,7 +64,7 @@ LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budge
     "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
 }  # fmt: skip
 COLUMNS = ("standard error", "seeds", "numbers", "GB", "MB")
-METHODS = ["none", "full", *LORAS, "lora+random", "shira", *STRATEGIES, *RULES, *SCALED]
+METHODS = ["none", "full", *LORAS, "lora+random", "shira", "supertuning", *STRATEGIES, *RULES, *SCALED]
 
 
 class Bed:
@@ -168,9 +168,8 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
     method, targets = settings.method, TARGETS[settings.candidates]
     if method == "full":
         model.requires_grad_(False)
-        for name, module in model.named_modules():
-            if _is_target(name, module, settings.candidates or ""):
-                module.requires_grad_(True)
+        for layer in _targets(model, settings):
+            layer.requires_grad_(True)
         return model, None
     if method in LORAS:
         from peft import LoraConfig, get_peft_model
@@ -191,6 +190,13 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
         from peft import ShiraConfig, get_peft_model
 
         return get_peft_model(model, ShiraConfig(task_type="CAUSAL_LM", r=1, target_modules=targets)), None
+    if method == "supertuning":  # PEFT's: the largest weights, the same share of each layer
+        from peft import SupertuningConfig, get_peft_model
+
+        candidates = sum(layer.weight.numel() for layer in _targets(model, settings))
+        sparsity = 1 - (settings.budget or 0) / candidates
+        config: Any = SupertuningConfig(task_type="CAUSAL_LM", sparsity=sparsity, target_modules=targets)
+        return get_peft_model(model, config), None
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
     if method in RULES or method in SCALED:
         batches = COMPARED if method.startswith("consistent") else CALIBRATION
@@ -206,10 +212,13 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, 
     return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
 
 
+def _targets(model: nn.Module, settings: Settings) -> list[Any]:
+    return [module for name, module in model.named_modules() if _is_target(name, module, settings.candidates or "")]
+
+
 def _rank_size(model: nn.Module, settings: Settings) -> int:
     """The numbers of a LoRA of rank 1."""
-    layers: Any = [m for name, m in model.named_modules() if _is_target(name, m, settings.candidates or "")]
-    return sum(layer.in_features + layer.out_features for layer in layers)
+    return sum(layer.in_features + layer.out_features for layer in _targets(model, settings))
 
 
 def run(bed: Bed, settings: Settings) -> Run:
