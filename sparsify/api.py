@@ -239,7 +239,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
         >>> print_trainable_parameters(sparsify(torch.nn.Linear(10, 10), budget=11, steps=1))
         trainable params: 11 || all params: 110 || trainable%: 10.0000
     """
-    trainable, total = num_parameters(model, trainable=True), num_parameters(model)
+    trainable, total = sum(p.numel() for p in model.parameters() if p.requires_grad), num_parameters(model)
     print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
 
 

@@ -194,10 +194,8 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
     )
 
 
-def num_parameters(model: nn.Module, *, trainable: bool = False) -> int:
-    """Entries of the model without the flat delta, those of quantized weights too; or trainable ones, with it."""
-    if trainable:
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def num_parameters(model: nn.Module) -> int:
+    """Entries of the model without the flat delta, those of quantized weights too."""
     sizes: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
