@@ -27,7 +27,7 @@ from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
 from sparsify.masked.tensor import ModelTensor
-from sparsify.strategies.strategy import Prune, Strategy
+from sparsify.strategies.strategy import Prune
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
 from sparsify.training.plan import find_resized
@@ -97,9 +97,9 @@ class Exporter:
         parameters = dict(engine.root.named_parameters())
         there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
         masked = [tensor for tensor in engine.tensors if id(tensor.parameter) in there]
-        # whose entries alone are no change of the base: it lacks them, or they were pruned
-        as_whole = dict.fromkeys(t for t in masked if t.name in engine.new_names or is_pruned(engine.strategy, t))
-        self._find_entries([tensor for tensor in masked if tensor not in as_whole], as_whole, budget)
+        names = stored_whole(engine)
+        as_whole = [tensor for tensor in masked if tensor.name in names]
+        self._find_entries([tensor for tensor in masked if tensor.name not in names], as_whole, budget)
         whole = {n: full_values(parameters[n]) for n in (*engine.dense_names, *engine.new_names) if n in parameters}
         whole |= changed_buffers(engine) | {tensor.name: _as_of(tensor, budget) for tensor in as_whole}
         whole = {plain_name(name): own_copy(tensor) for name, tensor in whole.items()}
@@ -176,9 +176,11 @@ def _as_of(tensor: MaskedTensor, budget: int) -> Tensor:
     return put(weight, tensor.indices[later], tensor.base[later].to(weight.dtype))
 
 
-def is_pruned(strategy: Strategy, tensor: MaskedTensor) -> bool:
-    """Whether zeros were written into the tensor before training: its entries lack them, so it is stored whole."""
-    return isinstance(strategy.selection, Prune) and strategy.selection.removes_from(tensor.shape_now)
+def stored_whole(engine: Engine) -> dict[str, None]:
+    """Names of the parameters that a delta stores whole: the dense ones, new ones, and those with pruned zeros."""
+    selection = engine.strategy.selection
+    pruned = [t.name for t in engine.tensors if isinstance(selection, Prune) and selection.removes_from(t.shape_now)]
+    return dict.fromkeys((*engine.dense_names, *engine.new_names, *pruned))
 
 
 def prepare(engine: Engine, call: str) -> None:
@@ -260,12 +262,10 @@ def record_of(engine: Engine) -> dict[str, Any]:
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     names = {dtype: name.ljust(4) for name, dtype in DTYPES.items()}
     held = [(t, names.get(t.dtype) if id(t.parameter) in there else None) for t in engine.tensors]
-    pruned = (tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor))
-    whole = dict.fromkeys((*engine.dense_names, *engine.new_names, *pruned))
     return {
         "config": config,
         "tensors": [(t.name, list(t.shape), dtype, t.scheme if dtype else None) for t, dtype in held],
-        "whole": [name for name in whole if name in parameters],
+        "whole": [name for name in stored_whole(engine) if name in parameters],
         "buffers": dict(engine.buffer_digests),
     }
 

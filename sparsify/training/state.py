@@ -35,7 +35,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.distributed import check_no_stage, check_sharding
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
-from sparsify.training.export import changed_buffers, is_pruned
+from sparsify.training.export import changed_buffers, stored_whole
 from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, SUMMED, check_settings, record_settings
@@ -259,6 +259,5 @@ def _check_same_base(engine: Engine, stored: NamedTensors, needed: set[str]) -> 
 def _needed(engine: Engine) -> set[str]:
     """Names, in the root, of everything that a trained state has in any case."""
     masked = {tensor.name for tensor in engine.tensors}
-    pruned = {tensor.name for tensor in engine.tensors if is_pruned(engine.strategy, tensor)}
     trained = {name for name, parameter in engine.root.named_parameters() if parameter.requires_grad}
-    return {*STATE, *engine.dense_names, *engine.new_names} | pruned | (trained - masked)
+    return {*STATE, *stored_whole(engine)} | (trained - masked)
