@@ -127,7 +127,10 @@ class Exporter:
                 sort = tuple(tensor.shape_now), tensor.dtype, kind, tensor.scheme
                 self._entries[tensor] = TrainedEntries(*sort, indices, base, base)
         in_whole = sum(int((tensor.slots < budget).sum()) for tensor in as_whole)
-        self._key, self._config = key, describe_run(engine, budget, in_whole)
+        versions = {name: str(sys.modules[name].__version__) for name in _LIBRARIES if name in sys.modules}
+        self._config = {**describe(engine), "budget": budget, "steps": engine.steps, "versions": versions}
+        self._config |= {ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}
+        self._key = key
 
     def _export(self, budget: int) -> dict[str, TrainedEntries]:
         engine = self._engine
@@ -229,8 +232,8 @@ def changed_buffers(engine: Engine) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in buffers.items() if name in known and known[name] != digest(buffer)}
 
 
-def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
-    """The config of a delta of the first ``budget`` entries, ``in_whole`` of which are in tensors stored whole."""
+def describe(engine: Engine) -> dict[str, Any]:
+    """The part of a delta's config that stays the same in training, and in all copies of the model."""
     model = plain_model(engine.root)
     model_config = getattr(model, "config", None)
     base = getattr(model_config, "_name_or_path", None) or None  # a folder's relative path could be taken for an id
@@ -243,27 +246,19 @@ def describe_run(engine: Engine, budget: int, in_whole: int) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "model_config": _head_config(model_config) if engine.dense_names or engine.new_names else {},
         "strategy": engine.strategy.to_dict(),
-        "budget": budget,
         "schedule": asdict(engine.policy.schedule),
-        "steps": engine.steps,
-        "steps_done": engine.step,
         **record_extensions(engine.root, (*not_the_bases, *(tensor.name for tensor in engine.tensors))),
-        "versions": {name: str(sys.modules[name].__version__) for name in _LIBRARIES if name in sys.modules},
-        **({ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}),
     }
 
 
 def record_of(engine: Engine) -> dict[str, Any]:
     """What :meth:`sparsify.SparseDelta.from_checkpoint` needs besides the entries, in JSON types."""
-    config = describe_run(engine, 0, 0)
-    for key in ("budget", "steps", "steps_done", "versions"):  # which change, and the record of a copy is as long
-        del config[key]
     parameters = dict(engine.root.named_parameters())
     there = {id(parameter) for parameter in parameters.values()}  # PEFT's adapters may have been deleted
     names = {dtype: name.ljust(4) for name, dtype in DTYPES.items()}
     held = [(t, names.get(t.dtype) if id(t.parameter) in there else None) for t in engine.tensors]
     return {
-        "config": config,
+        "config": describe(engine),
         "tensors": [(t.name, list(t.shape), dtype, t.scheme if dtype else None) for t, dtype in held],
         "whole": [name for name in stored_whole(engine) if name in parameters],
         "buffers": dict(engine.buffer_digests),
