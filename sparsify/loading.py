@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import check_rebuilt, extend
 from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
-from sparsify.delta.entries import StrPath
+from sparsify.delta.entries import DTYPES, StrPath
 from sparsify.delta.format import FILE_NAME
 from sparsify.delta.merge import recorded_labels
 from sparsify.delta.quantized_delta import PACKED_FOLDER
@@ -25,7 +25,6 @@ from sparsify.errors import BaseMismatchError, SparsifyError, brief
 _SHARED_WITH_HUB = ("token", "cache_dir", "local_files_only")
 _OF_THE_BASE = (*_SHARED_WITH_HUB, "revision", "subfolder", "force_download", "proxies", "gguf_file")
 _PEFT_REPLACED = "original_module"  # in names of tensors that PEFT replaces by those of modules_to_save
-_BASE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LOAD_REPORTS = ("LOAD REPORT", "newly initialized", "Some weights of")  # transformers 5, and 4
 
 
@@ -135,7 +134,7 @@ def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     dtypes = {part.dtype for part in known}  # bitsandbytes' int8 stands for float32
     recorded = delta.config.get("base_dtypes")
     if not dtypes and isinstance(recorded, list):
-        dtypes = {getattr(torch, name) for name in recorded if name in _BASE_DTYPES}
+        dtypes = {dtype for dtype in DTYPES.values() if str(dtype).removeprefix("torch.") in recorded}
     return min(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default="auto")
 
 
