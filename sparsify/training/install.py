@@ -26,7 +26,6 @@ def install(plan: Plan) -> None:
             core.install(engine, plan.owners, plan.capacity, swap)
             engine.groups = groups(engine.tensors)
             watch()  # after the hook that counts steps, which asks for those that have begun
-            model.register_buffer(SETTINGS, None)
             record_settings(engine)
             for parameter in plan.targets.frozen.values():
                 parameter.requires_grad_(False)

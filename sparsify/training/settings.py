@@ -55,7 +55,7 @@ def record_settings(engine: Engine) -> Tensor:
     text = json.dumps({**settings_of(engine), **state, RECORD: record}, default=str)
     size = 1 << (_SIZE + len(json.dumps(record, default=str))).bit_length()
     packed = torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8).to(engine.values.device)
-    engine.root._buffers[SETTINGS] = packed
+    engine.root.register_buffer(SETTINGS, packed)
     return packed
 
 
