@@ -69,7 +69,6 @@ class Engine(TrainingStep):
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
         self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
-        self.base_digests: dict[str, tuple[torch.dtype, str]] = {}
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self, plan.tensors, entries), Streams()
         self._selected_from = 0  # slot of the first entry that the step in progress has unmasked
@@ -326,7 +325,7 @@ class Engine(TrainingStep):
             self.optimizer_stepped()
         if self.weights.loaded and not self.paused:  # by a part of the model
             self.state_loaded(has_entries=self.loading[0])
-        self.weights.adopt_touched(self.base_digests)
+        self.weights.adopt_touched()
         if not self.entries.catch_up(by_value=by_value):
             self._mask_dropped()
             return False
@@ -372,7 +371,7 @@ class Engine(TrainingStep):
         self.current_root = None  # the flat delta may be another one
         self.entries.read()
         self.restart()
-        self.weights.adopt(plain, self.base_digests)
+        self.weights.adopt(plain)
 
     def restart(self) -> None:
         """The next backward pass begins a step, of an unmasked set that is another one now."""

@@ -60,7 +60,7 @@ class DeltaSource:
         engine = self._engine
         engine.catch_up(by_value=True)
         trained = [t for t in engine.tensors if t.count and engine.entries.base_was_written]
-        if any(engine.weights.has_other_base(tensor, engine.base_digests) for tensor in trained):
+        if any(engine.weights.has_other_base(tensor) for tensor in trained):
             raise SparsifyError(f"SparseDelta.from_model(): {AVERAGED_BASE}")
         version = Exporter(self._engine, model, "SparseDelta.from_model()")(budget)
         return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config
@@ -203,7 +203,7 @@ def find_unheld(engine: Engine, model: nn.Module) -> str:
     held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
     # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
     frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
-    digests = engine.base_digests
+    digests = engine.weights.base_digests
     held.update(id(p) for n, p in frozen.items() if digests.get(n) == (p.dtype, fingerprint(full_values(p))))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     late = [name for name in find_resized(engine.root) if name not in (*engine.new_names, *engine.dense_names)]

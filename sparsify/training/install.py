@@ -20,7 +20,7 @@ from sparsify.training.summary import digest_base
 def install(plan: Plan) -> None:
     """Builds the engine of a plan and makes the model train by it; if that fails, the model is plain again."""
     engine, model = Engine(plan), plan.model
-    engine.base_digests = digest_base(engine)
+    engine.weights.base_digests = digest_base(engine)
     try:
         with uninterrupted(), torch._C.DisableTorchFunctionSubclass():  # masked parameters are only described here
             core.install(engine, plan.owners, plan.capacity, swap)

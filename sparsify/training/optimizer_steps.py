@@ -211,7 +211,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if id(values) in held:
             trains = True
             if hasattr(step, "source"):
-                step.weights.adopt_touched(step.base_digests)  # type: ignore[attr-defined]  # an Engine
+                step.weights.adopt_touched()  # type: ignore[attr-defined]  # an Engine
             if step.reached is not None:  # until the first step
                 _check_reference(step)
             if not values.requires_grad and all(each.grad is None for each in parameters):

@@ -222,9 +222,9 @@ def digest_base(engine: Engine) -> dict[str, tuple[torch.dtype, str]]:
 def _verify(engine: Engine, model: nn.Module) -> Verification:
     """Compares the engine's model, which may be a part of ``model``, with what it was at ``sparsify()``."""
     prepare(engine, "summary(verify=True)")
-    now = digest_base(engine)
+    now, known = digest_base(engine), engine.weights.base_digests
     parameters = dict(engine.root.named_parameters())
-    before = {name: known for name, known in engine.base_digests.items() if name in parameters}  # PEFT takes some away
+    before = {name: known[name] for name in known if name in parameters}  # PEFT takes some away
     recast = tuple(name for name in before if name in now and now[name][0] != before[name][0])
     changed = tuple(name for name in before if name not in recast and now.get(name) != before[name])
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}

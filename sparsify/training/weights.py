@@ -32,7 +32,6 @@ from sparsify.training.distributed import check_root
 from sparsify.training.entries import ModelEntries
 
 Model = TypeVar("Model", bound=nn.Module)
-Digests = dict[str, tuple[torch.dtype, str]]  # of the base's weights, by name
 
 OFFLOADED = (
     "`{name}` is on the meta device: it was offloaded after sparsify(), and its trained values would be lost. Take "
@@ -89,6 +88,7 @@ class EffectiveWeights:
 
     def __init__(self, step: TrainingStep, tensors: Sequence[ModelTensor], entries: ModelEntries) -> None:
         self.step, self._tensors, self._entries = step, tensors, entries
+        self.base_digests: dict[str, tuple[torch.dtype, str]] = {}  # of the pretrained values, by parameter name
         self.are_sums = False  # whether all of them are base + delta, rounded, to the bit
         self._written: Tensor | None = None  # the flat delta that they were written from
         self._written_dtype: torch.dtype | None = None
@@ -228,22 +228,22 @@ class EffectiveWeights:
                     module._parameters[attribute] = place._parameters.get(name)  # [] would be a use of it
         return set() if has_entries else loaded.keys()
 
-    def has_other_base(self, tensor: ModelTensor, digests: Digests) -> bool:
-        """Whether a weight has other pretrained values than in the ``digests`` of the base, as far as that is known."""
-        dtype, known = digests.get(tensor.name, (None, ""))
+    def has_other_base(self, tensor: ModelTensor) -> bool:
+        """Whether a weight has other pretrained values than by the digests of the base, as far as that is known."""
+        dtype, known = self.base_digests.get(tensor.name, (None, ""))
         is_known = dtype == tensor.dtype and (tensor.is_parallel or not is_shard(tensor.parameter))
         return is_known and fingerprint(tensor.base_weight) != known
 
-    def adopt(self, plain: Set[ModelTensor], digests: Digests) -> None:
+    def adopt(self, plain: Set[ModelTensor]) -> None:
         """Takes weights that came without entries for the values that run, or for a base, if frozen ones are others."""
         base, values, others = self._entries.base, self._entries.values.detach(), []
         effective = self._entries.effective().split(self._entries.counts)
         for tensor in plain:
             own, slots = tensor.take(tensor.indices), tensor.slots.to(values.device)
             kept = (own == effective[tensor.number].to(own)).to(values.device)  # it would be rounded as the weight is
-            if self.has_other_base(tensor, digests):
+            if self.has_other_base(tensor):
                 base[slots], kept = own.to(base), torch.zeros_like(kept)
-                digests[tensor.name] = tensor.dtype, fingerprint(tensor.weight)
+                self.base_digests[tensor.name] = tensor.dtype, fingerprint(tensor.weight)
                 others += [tensor.name] if tensor.count else []
             moved = (own.to(values.dtype) - tensor.base.to(values.dtype)).to(values)
             values[slots] = values[slots].where(kept, moved)
@@ -258,7 +258,7 @@ class EffectiveWeights:
         self.write(but=plain)
         self._entries.remember()
 
-    def adopt_touched(self, digests: Digests) -> None:
+    def adopt_touched(self) -> None:
         """Takes what was written into weights in place, unless the flat delta was written to, too, as averages do."""
         marks = self._marks_now()
         if marks and self._marks and marks != self._marks and not self.step.paused and self.are_in_step:
@@ -266,9 +266,9 @@ class EffectiveWeights:
             for tensor, before, now, own in zip(self._tensors, self._marks[1:], marks[1:], effective, strict=True):
                 if before != now and tensor.shape_now == tensor.shape:
                     is_moved = not torch.equal(read := tensor.take(tensor.indices), own.to(read))
-                    changed |= {tensor} if is_moved or self.has_other_base(tensor, digests) else set()
+                    changed |= {tensor} if is_moved or self.has_other_base(tensor) else set()
             self._marks = marks
-            self.adopt(changed, digests) if changed else None
+            self.adopt(changed) if changed else None
 
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""

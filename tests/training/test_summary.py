@@ -198,7 +198,7 @@ def test_entries_that_wait_for_a_gradient_are_reported():
     model, batches = sparsified("mlp", 30, "id3", steps=1, target_modules=["first"])
     with torch.no_grad():
         model.second.weight.zero_()  # nothing behind it has a gradient any more
-    get_engine(model).base_digests.pop("second.weight")
+    get_engine(model).weights.base_digests.pop("second.weight")
     found = summary(train_model(model, batches[:1]), verify=True).verification
     assert (found.unmasked, found.expected, found.ok) == (0, 30, False)
     assert "0 entries are unmasked, the schedule says 30" in str(found)
