@@ -5,6 +5,7 @@ They are forks of a process that has imported the libraries: a rank that imports
 gloo's threads outlive ``destroy_process_group``, and may abort the process at its end.
 """
 
+import faulthandler
 import os
 import tempfile
 import warnings
@@ -47,6 +48,7 @@ def as_torchrun_does(rank):
 
 
 def _in(rank, environment, function, *args):
+    faulthandler.enable()  # a rank that crashes says where
     os.environ.update(environment)
     function(rank, *args)
 
