@@ -130,8 +130,8 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
 
 def _trained_dtype(delta: SparseDelta) -> torch.dtype | str:
     """The narrowest dtype that the base was in; a model keeps wider tensors wider by itself."""
-    known = (part for part in delta.tensors.values() if part.initializer is None and part.quantization is None)
-    dtypes = {part.dtype for part in known}  # bitsandbytes' int8 stands for float32
+    # not a quantized base's, whose dtype is that of its values dequantized
+    dtypes = {part.dtype for part in delta.tensors.values() if part.quantization is None}
     recorded = delta.config.get("base_dtypes")
     if not dtypes and isinstance(recorded, list):
         dtypes = {dtype for dtype in DTYPES.values() if str(dtype).removeprefix("torch.") in recorded}
@@ -156,7 +156,6 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors} | resized
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
-    shapes |= {name: tensor.shape for name, tensor in delta.tensors.items() if tensor.initializer is not None}
     model = extend(model, delta.config, shapes).eval()
     tensors = named_tensors(model)
     settled = {id(tensors[name]) for name in shapes if name in tensors}

@@ -3,7 +3,6 @@
 import json as json_module
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,7 +48,7 @@ def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For pr
     console = Console(highlight=False)
     for label, value in [*_facts(loaded, size), ("payload", _payload_text(file))]:
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
-    if rows := [row for row in shares(loaded) if row.unmasked]:  # a drawn tensor may have none
+    if rows := [row for row in shares(loaded) if row.unmasked]:
         console.print(_layer_table(rows))
 
 
@@ -182,8 +181,7 @@ def _description(delta: SparseDelta) -> dict[str, Any]:
         return {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
 
     def described(part: TensorDelta) -> dict[str, Any]:
-        drawn = {} if part.initializer is None else {"drawn": asdict(part.initializer)}
-        return typed(part) | {"kind": part.kind, "quantization": part.quantization, "entries": part.count} | drawn
+        return typed(part) | {"kind": part.kind, "quantization": part.quantization, "entries": part.count}
 
     return {
         "entries": delta.num_entries,
@@ -201,8 +199,6 @@ def _facts(delta: SparseDelta, size: int) -> Iterator[tuple[str, str]]:
     yield "entries", ", ".join(counts + [f"{in_whole:,} trained in tensors stored whole"] * (in_whole > 0))
     if delta.whole:
         yield "stored whole", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in delta.whole.items())
-    if drawn := [part.initializer for part in delta.tensors.values() if part.initializer is not None]:
-        yield "drawn", f"the initial values of {len(drawn)} tensors that the base does not have"
     num_entries = delta.num_entries + in_whole
     yield "bytes", f"{size:,}" + (f", {size / num_entries:.2f} an entry, all included" if num_entries else "")
     kinds = {(part.kind, str(part.dtype), part.quantization or "") for part in delta.tensors.values()}

@@ -32,7 +32,7 @@ from sparsify.delta import patch_plan
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, one_of, require
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
-from sparsify.delta.patch_plan import Applicable, PatchPlan, check_not_drawn, new_values, plan_entries
+from sparsify.delta.patch_plan import Applicable, PatchPlan, new_values, plan_entries
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -131,8 +131,6 @@ class DeltaSum(Summable):
         """
         if kind not in KINDS:
             raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")
-        for _, delta in self.terms:
-            check_not_drawn(delta.tensors, "a sum")
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         dense = self._dense(names)
         names = dict.fromkeys(name for name in names if name not in dense)

@@ -1,14 +1,8 @@
-"""The changed entries of one tensor, checked, and the encodings of their positions, which ``format.md`` specifies.
+"""The changed entries of one tensor, checked, and the encodings of their positions, which ``format.md`` specifies."""
 
-It also specifies, to the bit, the initial values of which a file holds a recipe: they are made from a counter-based
-generator's raw bits by integer arithmetic and correctly rounded products alone.
-"""
-
-import hashlib
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,9 +13,6 @@ from torch import Tensor, nn
 from sparsify.common.raw_bits import same_values
 from sparsify.errors import DeltaFormatError, SparsifyError
 
-DISTRIBUTIONS = ("constant", "uniform", "normal")
-MAX_SEED = 2**63 - 1
-_DRAWN_AT_ONCE = 2**20  # entries
 KINDS = ("replace", "add")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ESCAPE = 0xFFFF
@@ -33,14 +24,12 @@ class TensorDelta:
     """The changed entries of one tensor parameter, which the constructor checks.
 
     Args:
-        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing; at least one, unless there is
-            an ``initializer``.
+        indices: (count,) int64 on the CPU: flat row-major positions, strictly increasing; at least one.
         values: (count,) on the CPU, finite: the trained values, or differences.
         shape: the tensor's shape.
         dtype: the base's dtype, one of the values of ``DTYPES``.
         kind: ``"replace"``: ``values`` are the trained ones, in ``dtype``; ``"add"``: they are differences.
-        base_sha256: SHA-256 of the base's values at the indices; with an ``initializer``, of all initial values.
-        initializer: how to draw the initial values of a tensor that the base does not have (``drawn`` in the file).
+        base_sha256: SHA-256 of the base's values at the indices.
         quantization: how the base was quantized, such as ``"bitsandbytes nf4"``, if it was; its values are then the
             dequantized ones, in ``dtype``.
 
@@ -54,30 +43,27 @@ class TensorDelta:
     dtype: torch.dtype
     kind: str
     base_sha256: str
-    initializer: "InitializerRecipe | None" = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        indices, values, is_drawn = self.indices, self.values, self.initializer is not None
-        kinds, dtypes = KINDS[:1] if is_drawn else KINDS, DTYPES.values()
-        require(self.kind in kinds, "kind is", self.kind, one_of(kinds))
+        indices, values, dtypes = self.indices, self.values, DTYPES.values()
+        require(self.kind in KINDS, "kind is", self.kind, one_of(KINDS))
         require(self.dtype in dtypes, "dtype is", self.dtype, one_of(dtypes))
         require(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
         fits = values.dtype in dtypes and (self.kind == "add" or values.dtype == self.dtype)
         require(fits, "values are", values.dtype, f"the base's {self.dtype} for kind {self.kind!r}")
-        if indices.dim() != 1 or values.shape != indices.shape or self.count < (not is_drawn):
+        if indices.dim() != 1 or values.shape != indices.shape or not self.count:
             shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
             raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
         sha, scheme = self.base_sha256, self.quantization
         require(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
-        expected = "None, or 1 to 100 characters of printable ASCII where the tensor is not drawn"
-        fits = scheme is None or (not is_drawn and is_text("[ -~]{1,100}", scheme))
-        require(fits, "quantization is", scheme, expected)
+        fits = scheme is None or is_text("[ -~]{1,100}", scheme)
+        require(fits, "quantization is", scheme, "None, or 1 to 100 characters of printable ASCII")
         for device in (indices.device, values.device):
             require(device.type == "cpu", "indices or values are on", device, "both on cpu")
         if bool((indices[1:] <= indices[:-1]).any()):
             raise SparsifyError("indices are not strictly increasing")
-        if self.count and not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
+        if not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
             ends = f"from {int(indices[0])} to {int(indices[-1])}, in a tensor of {math.prod(self.shape)} entries"
             raise SparsifyError(f"indices are out of range: they go {ends}")
         if not values.sum().isfinite() and (bad := int((~values.isfinite()).sum())):  # sums may overflow
@@ -164,44 +150,3 @@ def one_of(names: Iterable[object]) -> str:
 
 def is_text(pattern: str, value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-@dataclass(frozen=True)
-class InitializerRecipe:
-    """How a tensor's initial values are generated; tensors of different names get different numbers from one seed.
-
-    ``"uniform"`` is between -scale and scale, ``"normal"`` has a standard deviation of scale (a sum of twelve uniform
-    numbers), ``"constant"`` is scale everywhere. Raises ``SparsifyError`` for anything else, or out of range.
-    """
-
-    distribution: str
-    scale: float
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.distribution in DISTRIBUTIONS, "distribution is", self.distribution, one_of(DISTRIBUTIONS))
-        is_number = type(self.scale) in (int, float) and abs(self.scale) <= sys.float_info.max  # nor is NaN
-        require(is_number, "scale is", self.scale, "a finite number")
-        is_seed = type(self.seed) is int and 0 <= self.seed <= MAX_SEED
-        require(is_seed, "seed is", self.seed, "an integer from 0 to 2^63 - 1")
-
-    def values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns the initial values of the tensor with this name, on the CPU."""
-        result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
-        if self.distribution == "constant":
-            return result.copy_(torch.tensor(float(self.scale), dtype=torch.float64, device="cpu")).view(shape)
-        import numpy
-
-        key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:16]
-        generator = numpy.random.Philox(key=int.from_bytes(key, "little"))
-        for part in result.split(_DRAWN_AT_ONCE):
-            count = part.numel()
-            if self.distribution == "uniform":  # the middle of one of 2^24 equal parts of (-1, 1)
-                standard = (2 * (generator.random_raw(count) >> 40).astype("float64") + 1) / 2**24 - 1
-            else:  # with mean 0 and variance 1 - 2^-32, of the twelve 16-bit parts of three raw numbers
-                parts = generator.random_raw(3 * count).astype("<u8").view("<u2").reshape(count, 12)
-                standard = (parts.sum(axis=1, dtype="int64") - 6 * 65_535) / 65_536
-            numbers = torch.from_numpy(standard * float(self.scale))
-            # through float32 explicitly: casts from float64 to a short dtype differ in how often they round
-            part.copy_(numbers if dtype == torch.float64 else numbers.float())
-        return result.view(shape)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,7 +58,6 @@ def describe(tensors: TensorDeltas, whole: NamedTensors, config: Config) -> dict
             **({} if tensor.kind == "replace" else {"kind": tensor.kind}),
             "count": tensor.count,
             "base_sha256": tensor.base_sha256,
-            **({} if tensor.initializer is None else {"drawn": asdict(tensor.initializer)}),
             **({} if tensor.quantization is None else {"quantization": tensor.quantization}),
         }
         for name, tensor in tensors.items()
@@ -290,19 +288,16 @@ def read_contents(
 def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelta:
     """One tensor's entries from its record and the stored tensors; raises where these are not as ``format.md`` says."""
     try:
-        check_object("its record", record, _RECORD_KEYS, optional={"kind", "drawn", "quantization"})
-        shape, dtype, count, recipe = (record.get(key) for key in ("shape", "dtype", "count", "drawn"))
+        check_object("its record", record, _RECORD_KEYS, optional={"kind", "quantization"})
+        shape, dtype, count = (record.get(key) for key in ("shape", "dtype", "count"))
         is_list = isinstance(shape, list) and len(shape) <= _MAX_DIMS
         is_shape = is_list and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in shape)
         is_shape = is_shape and math.prod(shape) <= _MAX_NUMEL
         require(is_shape, "`shape` is", shape, f"a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
         require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, entries.one_of(DTYPES))
         require(type(count) is int, "`count` is", count, "an integer")
-        if recipe is not None:
-            check_object("`drawn`", recipe, {field.name for field in fields(entries.InitializerRecipe)})
-            recipe = entries.InitializerRecipe(**recipe)
         indices, values = entries.decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
         kind, sha, quantization = record.get("kind", "replace"), record["base_sha256"], record.get("quantization")
-        return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, recipe, quantization)
+        return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, quantization)
     except SparsifyError as error:
         raise DeltaFormatError(f"tensor `{name}`: {error}") from error

@@ -29,7 +29,7 @@ from sparsify.core.devices import put
 from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_header, read_json
 from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
-from sparsify.delta.patch_plan import check_fits, check_not_drawn, is_verified, new_values, plan_delta, warn_of_casts
+from sparsify.delta.patch_plan import check_fits, is_verified, new_values, plan_delta, warn_of_casts
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 _IN_FILES = "the checkpoint"
@@ -135,7 +135,6 @@ def _find_layout(name: str, delta: TensorDelta, checkpoint: Checkpoint) -> Layou
 
 def make_patches(tensors: TensorDeltas, whole: NamedTensors, checkpoint: StrPath | None) -> Iterator[WeightPatch]:
     check_names(tensors, whole)
-    check_not_drawn(tensors, "a stream of patches")
     opened, places = None, {}
     if checkpoint is not None:
         opened = Checkpoint(checkpoint)
@@ -176,7 +175,6 @@ def patches_of(
 
 
 def merge(tensors: TensorDeltas, whole: NamedTensors, config: Config, base: StrPath, out: StrPath) -> Path:
-    check_not_drawn(tensors, "a merge")
     source, out = _check_folders(base, out)
     checkpoint = Checkpoint(source)
     report, layouts = check_checkpoint(tensors, whole, checkpoint)

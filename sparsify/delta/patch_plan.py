@@ -121,8 +121,6 @@ def plan_delta(
 def plan_entries(name: str, delta: TensorDelta, target: Tensor) -> PlannedWrite:
     """Plans the write of a tensor's entries; raises where the tensor is not the delta's base."""
     check_fits(name, delta, target.shape, target.dtype)
-    if delta.initializer is not None:
-        return plan_dense(name, drawn_values(name, delta), target)
     old = take(target, delta.indices)
     new = new_values(name, delta, old, is_quantized=isinstance(target, QuantizedDelta))
     return PlannedWrite(name, delta.shape, delta.indices, old, new)
@@ -133,19 +131,6 @@ def plan_dense(name: str, tensor: Tensor, target: Tensor, old: Tensor | None = N
     check_fits(name, tensor, target.shape, target.dtype)
     new = tensor.detach().cpu().to(target.dtype)
     return PlannedWrite(name, tuple(tensor.shape), None, own_copy(target) if old is None else old, new)
-
-
-def drawn_values(name: str, delta: TensorDelta) -> Tensor:
-    """A drawn tensor after training: its initial values, drawn again, with the trained ones at the indices."""
-    assert delta.initializer is not None
-    values = delta.initializer.values(name, delta.shape, delta.dtype)
-    if digest(values) != delta.base_sha256:
-        other = f"tensor `{name}` is drawn from a seed, and what is drawn here is not what training started from"
-        raise BaseMismatchError(f"{other}: the delta is damaged, or numpy draws other numbers.")
-    if not values.isfinite().all():
-        scale = delta.initializer.scale
-        raise BaseMismatchError(f"tensor `{name}` is drawn with a scale of {scale}, beyond its {delta.dtype}.")
-    return put(values, delta.indices, delta.values)
 
 
 def new_values(
@@ -191,12 +176,6 @@ def trained_values(name: str, kind: str, values: Tensor, old: Tensor, place: str
 def is_verified(delta: TensorDelta, old: Tensor) -> bool:
     """Whether the base's values (count,), which :func:`new_values` accepted, are known to be those trained on."""
     return old.dtype == delta.dtype and digest(old) == delta.base_sha256
-
-
-def check_not_drawn(tensors: TensorDeltas, what: str) -> None:
-    if drawn := [name for name, tensor in tensors.items() if tensor.initializer is not None]:
-        problem = f"{what} is about changes of a base, and tensor `{drawn[0]}` ({len(drawn)} in all) is drawn from a"
-        raise SparsifyError(f"{problem} seed: apply the delta to a model that has such a module instead.")
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:

@@ -189,8 +189,6 @@ def read_message(data: bytes) -> Message:
             raise DeltaFormatError(f"its metadata has no `{delta_format.PAYLOAD_KEY}`, which every message has")
         optional = set() if stream["snapshot"] else _OPTIONAL
         (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
-        if drawn := [name for name, part in tensors.items() if part.initializer is not None]:
-            raise DeltaFormatError(f"tensor `{drawn[0]}` is drawn from a seed, which a stream does not do")
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
     return Message(stream["chain"], stream["version"], Changes(tensors, whole, None if stream["snapshot"] else known))
 

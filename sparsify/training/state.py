@@ -41,7 +41,6 @@ from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, SUMMED, check_settings, record_settings
 from sparsify.training.weights import check_trained
 
-OLD = {"sparse_counts", "sparse_indices", "sparse_slots"}  # of a state dict that an earlier version saved
 # attributes of the root
 NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # names that DDP leaves alone
 IGNORED_ON_SAVE = "_keys_to_ignore_on_save"  # keys that transformers leaves out of save_pretrained()
@@ -148,9 +147,6 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         engine.state_loaded()  # dcp.load() has written into the model's own tensors, which are loaded now
     own = {name: state_dict[prefix + name] for name in STATE if prefix + name in state_dict}
     saved = check_settings(engine, own)
-    if OLD & {name.removeprefix(prefix) for name in state_dict}:
-        text = "the state dict was saved by an earlier version; nothing was loaded. Export the delta by that, and"
-        raise SparsifyError(f"{text} go on from it: SparseDelta.load(path).apply(base), then sparsify(base, ...).")
     stored = {name: value for name, value in own.items() if name in BUFFERS}
     if own:
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size

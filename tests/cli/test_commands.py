@@ -20,7 +20,6 @@ from peft import get_peft_model
 import sparsify
 from sparsify import SparseDelta, SparsifyError
 from sparsify.common.raw_bits import digest
-from sparsify.delta.entries import InitializerRecipe
 from sparsify.delta.sparse_delta import TensorDelta
 from sparsify.peft import SparseConfig
 
@@ -88,17 +87,6 @@ def test_info_shows_where_the_entries_are(run, tmp_path, saved):
     assert {name: row["entries"] for name, row in found["tensors"].items()} == counts
     assert found["config"] == saved.config
     assert found["whole"] == {"head.weight": {"shape": [2, 3], "dtype": "float32"}}
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_info_of_drawn_tensors_alone(run, tmp_path, shape):
-    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    part = TensorDelta(*nothing, shape, torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
-    SparseDelta({"layers.0.lora_A.weight": part, "lora_B.weight": part}).save(tmp_path / "delta")
-    text = run("info", tmp_path / "delta")
-    assert "0 in 2 tensors" in text
-    assert "the initial values of 2 tensors that the base does not have" in text
-    assert json.loads(run("info", tmp_path / "delta", "--json"))["entries"] == 0
 
 
 def test_a_file_does_not_steer_the_terminal_or_turn_the_direction_of_writing(run, tmp_path, base, out):

@@ -13,7 +13,6 @@ from requirements import fuses_at_load, needs_transformers_5
 from safetensors.torch import load_file, save_file
 
 from sparsify.delta import merge as merging
-from sparsify.delta.entries import InitializerRecipe, TensorDelta
 from sparsify.delta.merge import CheckReport, WeightPatch
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -349,15 +348,6 @@ def test_differences_need_the_base(tmp_path):
         delta.patches()
     patches = delta.patches(save(model, tmp_path))
     assert bits(load(model, patched(tmp_path, patches))) == bits(delta.apply(model))
-
-
-def test_a_drawn_tensor_is_no_change_of_the_bases_files():
-    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    drawn = TensorDelta(*nothing, (2,), torch.float32, "replace", "0" * 64, InitializerRecipe("constant", 0.0))
-    delta = SparseDelta({"lora_A": drawn})
-    for call in (delta.patches, lambda: delta.merge("base", "out")):
-        with pytest.raises(SparsifyError, match="is about changes of a base, and tensor `lora_A`"):
-            call()
 
 
 def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparsify.common.names import MAX_NAME_CHARACTERS
 from sparsify.common.raw_bits import digest
-from sparsify.delta.entries import DTYPES, InitializerRecipe
+from sparsify.delta.entries import DTYPES
 from sparsify.delta.format import MAX_DEPTH, MAX_HEADER_BYTES, payload_hash
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
@@ -111,32 +111,6 @@ def tensor_deltas(draw):
     values = torch.tensor(draw(st.lists(number, min_size=len(gaps), max_size=len(gaps)))).to(stored_in)
     shape = (int(indices[-1]) + draw(st.integers(1, 9)),)
     return TensorDelta(indices, values, shape, dtype, kind, digest(values))
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize(("distribution", "scale"), [("constant", -0.3), ("uniform", 0.1), ("normal", 2.5)])
-def test_the_reader_draws_what_sparsify_draws_in_parts(reader, tmp_path, monkeypatch, distribution, scale, dtype):
-    monkeypatch.setattr("sparsify.delta.entries._DRAWN_AT_ONCE", 8)
-    draw = InitializerRecipe(distribution, scale, seed=2**63 - 1)
-    values = draw.values("вес.w", (7, 3), dtype)
-    none = torch.empty(0, dtype=torch.int64)
-    part = TensorDelta(none, values.flatten()[:0], (7, 3), dtype, "replace", digest(values), draw)
-    SparseDelta({"вес.w": part}).save(tmp_path / "x.safetensors")
-    entries, _, _ = reader["read_delta"]((tmp_path / "x.safetensors").read_bytes())
-    indices, _, record = entries["вес.w"]
-    assert indices == []
-    exact = torch.tensor(reader["drawn"]("вес.w", record), dtype=torch.float64)
-    rounded = exact if dtype == torch.float64 else exact.float().to(dtype)
-    assert torch.equal(rounded, values.flatten())
-    assert SparseDelta.load(tmp_path / "x.safetensors").tensors["вес.w"].initializer == draw
-
-
-def test_initial_values_are_equal_to_the_bit_to_those_of_the_first_files():
-    for recipe, expected in [
-        (("uniform", 1.0, 7), [0.9116402268409729, 0.7215184569358826, -0.7385434508323669, 0.363336980342865]),
-        (("normal", 1.0, 7), [0.2730712890625, 1.6658782958984375, -0.4732208251953125]),
-    ]:
-        assert InitializerRecipe(*recipe).values("w", (len(expected),), torch.float32).tolist() == expected
 
 
 ROW = torch.tensor([[1.5, float("nan"), -0.0, float("inf")]])

@@ -44,8 +44,6 @@ VALUES = {  # of some fields; others get any of ANYTHING
     "shape": SHAPES,
     "base_sha256": ["0" * 64, "F" * 64, "", None, 0],
     "quantization": ["nf4", "x (transposed)", "é", "", "x" * 101, None, 1],
-    "drawn": [{"distribution": how, "scale": scale, "seed": seed} for how in ("constant", "normal", "Uniform", None)
-              for scale in NUMBERS for seed in (0, 2**63 - 1, 2**63, 0.5)],
     "architecture": ARCHITECTURES,
     "num_labels": NUMBERS,
     "id2label": LABELS,
@@ -53,7 +51,7 @@ VALUES = {  # of some fields; others get any of ANYTHING
     "rank_pattern": [{pattern: number} for pattern in PATTERNS[:8] for number in NUMBERS],
 }  # fmt: skip
 ANYTHING = [*NUMBERS, *PATTERNS, *TEXTS, [[0, 10**9]], [[]], {"a": {"b": [None]}}, ["float8_e4m3fn"], "LOHA", "houlsby"]
-RECORD_KEYS = ["kind", "dtype", "count", "shape", "base_sha256", "quantization", "drawn"]
+RECORD_KEYS = ["kind", "dtype", "count", "shape", "base_sha256", "quantization"]
 HEAD_KEYS = ["num_labels", "id2label", "problem_type"]
 CONFIG_KEYS = """architecture base_model_name_or_path base_model_revision base_dtypes versions strategy budget schedule
     steps diff sum entries_in_whole model_config peft adapters""".split()  # noqa: SIM905

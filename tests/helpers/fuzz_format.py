@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from deltas import bits, lora_recipes, set_initial, with_recipes
+from deltas import bits
 from fuzz_attacks import ATTACKS, attacked
 from fuzzing import count, examine, main
 from models import bert
@@ -112,9 +112,7 @@ def valid_files(folder):
     deltas.append(SparseDelta.diff(base.bfloat16(), tuned.bfloat16(), progress=False))
     options = {"steps": 5, "modules_to_save": ["classifier"]}
     lora = get_peft_model(make_base(), LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS"))
-    recipes = lora_recipes(lora)
-    delta = SparseDelta.from_model(sparsify(set_initial(lora, recipes), 10, "id3", **options))
-    deltas += [delta, with_recipes(delta, recipes)]
+    deltas.append(SparseDelta.from_model(sparsify(lora, 10, "id3", **options)))
     deltas.append(SparseDelta.from_model(sparsify(add_adapters(make_base(), "pfeiffer", 4), 10, "id3", **options)))
     for number, delta in enumerate(deltas):
         delta.config.pop("base_model_name_or_path", None)

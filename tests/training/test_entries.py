@@ -27,7 +27,6 @@ def write_ids(state, *ids):
         (lambda state: write_ids(state, 2, 15), "lie beyond this model's candidates"),
         (lambda state: write_ids(state, 0, 1, 2), "more than 2 unmasked entries"),
         *((lambda state, name=name: state.pop(name), f"lacks `{name}`") for name in BUFFERS),
-        (lambda state: state.update(sparse_slots=torch.zeros(2)), "saved by an earlier version.*go on from it"),
     ],
 )
 def test_entries_that_make_no_sense_are_refused_and_the_model_stays_as_it_is(write, problem):

@@ -1,21 +1,15 @@
-"""New parameters: found, stored whole, and applied; and files that hold recipes for their initial values."""
-
-import copy
+"""New parameters: found, stored whole, and applied."""
 
 import models
 import pytest
 import torch
-from deltas import lora_recipes, set_initial, unchanged, with_recipes
+from deltas import unchanged
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from torch import nn
 from transformers import BertForSequenceClassification, BertModel
 
-from sparsify import SparseDelta, get_engine, overlap, sparsify
+from sparsify import SparseDelta, get_engine, sparsify
 from sparsify.adapters import add_adapters
-from sparsify.common.raw_bits import digest
-from sparsify.delta.entries import InitializerRecipe
-from sparsify.delta.sparse_delta import TensorDelta
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.errors import SparsifyError
 from sparsify.training.plan import find_new
 
 STEPS = 4
@@ -77,26 +71,6 @@ def test_a_delta_of_fewer_entries_is_that_of_the_first_unmasked():
     assert changed == 100
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """A delta with recipes, as earlier versions wrote them, and the model that it is of."""
-    model = lora(bert())
-    recipes = lora_recipes(model)
-    model = train(sparsify(set_initial(model, recipes), 500, "id3", steps=STEPS))
-    return with_recipes(SparseDelta.from_model(model), recipes), model
-
-
-def test_a_file_with_recipes_is_read_and_applied(drawn, tmp_path):
-    delta, model = drawn
-    of_lora = {name: part for name, part in delta.tensors.items() if "lora_" in name}
-    assert sum(part.count for part in of_lora.values()) == 500
-    assert {part.initializer.distribution for part in of_lora.values()} == {"uniform", "constant"}
-    delta.save(tmp_path)
-    loaded = SparseDelta.load(tmp_path)
-    assert loaded == delta
-    assert_goes_onto(lora(bert(), seed=2), loaded, model)
-
-
 def test_frozen_new_parameters_are_part_of_the_delta_too():
     model = lora(bert())
     for name, parameter in model.named_parameters():
@@ -104,32 +78,6 @@ def test_frozen_new_parameters_are_part_of_the_delta_too():
     trained = train(sparsify(model, 100, "id3", steps=STEPS))
     delta = SparseDelta.from_model(trained)
     assert_goes_onto(lora(bert(), seed=2), delta, trained)
-
-
-def test_a_wrong_recipe_is_an_error_and_changes_nothing(drawn):
-    delta = copy.deepcopy(drawn[0])
-    name = next(name for name in delta.tensors if "lora_A" in name)
-    object.__setattr__(delta.tensors[name], "initializer", InitializerRecipe("uniform", 32**-0.5, seed=1))
-    base, message = lora(bert(), seed=2), f"`{name}` is drawn from a seed, and what is drawn here is not what"
-    with unchanged(base), pytest.raises(BaseMismatchError, match=message):
-        delta.apply(base)
-
-
-def test_a_recipe_beyond_its_dtype_is_refused():
-    recipe = InitializerRecipe("constant", 1e6)
-    none = torch.empty(0, dtype=torch.int64)
-    initial = recipe.values("weight", (2, 2), torch.float16)
-    part = TensorDelta(none, none.half(), (2, 2), torch.float16, "replace", digest(initial), recipe)
-    with pytest.raises(BaseMismatchError, match=r"`weight` is drawn with a scale of 1000000\.0, beyond"):
-        SparseDelta({"weight": part}).apply(nn.Linear(2, 2).half())
-
-
-def test_a_parameter_with_a_recipe_is_no_change_of_a_base(drawn):
-    delta, _ = drawn
-    with pytest.raises(SparsifyError, match=r"a sum is about changes of a base, and tensor `.*lora_.*` \(8 in all\)"):
-        (delta + delta).apply(lora(bert()))
-    with pytest.raises(SparsifyError, match="a comparison is about changes of a base"):
-        overlap(delta, delta)
 
 
 @pytest.mark.parametrize(("make", "pattern"), [

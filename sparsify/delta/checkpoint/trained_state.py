@@ -42,10 +42,7 @@ def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
     (prefix,) = prefixes
     with refused(f"{shown} is no checkpoint that can be used", "take an earlier one"):
         settings = parse_json(read(prefix + SETTINGS).to("cpu", torch.uint8).numpy().tobytes().decode())
-        if RECORD in settings:
-            return _parts(settings, {name.removeprefix(prefix) for name in names}, lambda name: read(prefix + name))
-    remedy = "sparsify the same base as then, `load_state_dict` the checkpoint, take SparseDelta.from_model(model)."
-    raise SparsifyError(f"{shown} was written by an earlier version, which did not name its tensors: {remedy}")
+        return _parts(settings, {name.removeprefix(prefix) for name in names}, lambda name: read(prefix + name))
 
 
 def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> DeltaParts:
