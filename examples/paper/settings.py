@@ -13,6 +13,7 @@ class Settings:
     Args:
         task, model, method: names; a model may be a path.
         rate: learning rate.
+        head_rate: of the new head, where it is trained whole; ``None``: ``rate``.
         budget: entries, or numbers of a LoRA; ``None`` where the method says how many.
         rows: training rows, of a shuffle that is the same for all seeds; ``None``: all.
         held_out: judge on so many other training rows instead of the validation rows, to choose a recipe on.
@@ -55,6 +56,7 @@ class Settings:
     judged: int | None = None
     with_test: bool = False
     target_length: int | None = None
+    head_rate: float | None = None
 
     @property
     def key(self) -> str:

@@ -89,7 +89,7 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
         "epochs": epochs,
         "training_loss": _rounded(loss),
         "trained": sum(trained.values()),
-        "head": sum(number for name, number in trained.items() if set(loaded.head) & set(name.split("."))),
+        "head": sum(number for name, number in trained.items() if _is_of_head(name, loaded)),
         "steps": loaded.steps,
         "seconds": round(time.perf_counter() - started, 1),
         "facts": facts(loaded.train_rows, [one.row for one in loaded.judged], device),
@@ -99,8 +99,10 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
 def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]], float]:
     """Trains with AdamW; returns what :func:`evaluate` found after each epoch, and the mean loss of the last epoch."""
     model, loader, steps = loaded.model, loaded.loader, loaded.steps
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    head, rest = _trained(loaded)
+    head_rate, parameters = settings.head_rate or settings.rate, [*rest, *head]
+    groups = [{"params": rest}, {"params": head, "lr": head_rate}]
+    optimizer = torch.optim.AdamW(groups, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
     device, found, losses = parameters[0].device, [], []
     torch.manual_seed(settings.seed)  # dropout, whatever the method has drawn
@@ -117,6 +119,19 @@ def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]],
             losses.append(loss.detach())
         found.append(evaluate(model, loaded.judged, loaded.encoder))
     return found, float(torch.stack(losses).mean())
+
+
+def _trained(loaded: Experiment) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What is trained: the new head's parameters, and the others."""
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for name, parameter in loaded.model.named_parameters():
+        if parameter.requires_grad:
+            found[not _is_of_head(name, loaded)].append(parameter)
+    return found
+
+
+def _is_of_head(name: str, loaded: Experiment) -> bool:
+    return bool(set(loaded.head) & set(name.split(".")))
 
 
 def rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:

@@ -101,6 +101,11 @@ def test_a_run_is_the_same_when_it_is_run_again(tiny):
     assert (first["epochs"], first["facts"]) == (second["epochs"], second["facts"])
 
 
+def test_a_head_has_the_rate_of_the_others_or_one_of_its_own(tiny):
+    same, own = (trained(tiny, head_rate=rate)["epochs"] for rate in (BASE.rate, 10 * BASE.rate))
+    assert same == trained(tiny)["epochs"] != own
+
+
 def test_the_papers_head_is_part_of_the_budget_new_pooler_included(tmp_path):
     path = saved("DebertaV2ForMaskedLM", "DebertaV2Config", tmp_path, pooler_hidden_size=WIDTH)
     assert trained(path, head="budget")["trained"] == BUDGET
