@@ -38,7 +38,7 @@ LOOKS = {
 def is_drawn(settings: Settings) -> bool:
     """Whether a run has the recommended recipe: early, on the linear layers, with the paper's exp, and a rate to 0."""
     early, linear = settings.until in (None, 0.2), settings.candidates in (None, "linear")
-    recipe = (early, linear, settings.exp in (None, 2), settings.decay == "linear")
+    recipe = (early, linear, settings.exp in (None, 2), settings.decay == "linear", settings.head_rate is None)
     return all(recipe) and settings.method in LOOKS and settings.task in PANELS
 
 
