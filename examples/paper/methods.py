@@ -56,6 +56,8 @@ class Method:
             unused |= {"exp": None, "eps": None}
         if strategy is None or self.adapter == "lora":  # PEFT keeps the head dense
             unused["head"] = "dense"
+        elif settings.head == "budget":
+            unused["head_rate"] = None
         return replace(settings, **unused)
 
 

@@ -99,8 +99,10 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
 def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]], float]:
     """Trains with AdamW; returns what :func:`evaluate` found after each epoch, and the mean loss of the last epoch."""
     model, loader, steps = loaded.model, loaded.loader, loaded.steps
-    head, rest = _trained(loaded)
-    head_rate, parameters = settings.head_rate or settings.rate, [*rest, *head]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    head = [parameter for name, parameter in named if _is_of_head(name, loaded)]
+    rest = [parameter for name, parameter in named if not _is_of_head(name, loaded)]
+    parameters, head_rate = [*rest, *head], settings.rate if settings.head_rate is None else settings.head_rate
     groups = [{"params": rest}, {"params": head, "lr": head_rate}]
     optimizer = torch.optim.AdamW(groups, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
@@ -119,15 +121,6 @@ def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]],
             losses.append(loss.detach())
         found.append(evaluate(model, loaded.judged, loaded.encoder))
     return found, float(torch.stack(losses).mean())
-
-
-def _trained(loaded: Experiment) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What is trained: the new head's parameters, and the others."""
-    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for name, parameter in loaded.model.named_parameters():
-        if parameter.requires_grad:
-            found[not _is_of_head(name, loaded)].append(parameter)
-    return found
 
 
 def _is_of_head(name: str, loaded: Experiment) -> bool:

@@ -48,7 +48,7 @@ def info(delta: Delta, json: Annotated[bool, typer.Option("--json", help="For pr
     console = Console(highlight=False)
     for label, value in [*_facts(loaded, size), ("payload", _payload_text(file))]:
         console.print(Text.assemble((f"{label:<18}", "bold"), printable(value)))
-    if rows := [row for row in shares(loaded) if row.unmasked]:
+    if rows := shares(loaded):
         console.print(_layer_table(rows))
 
 
