@@ -52,12 +52,6 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, or one GPU such as cuda:1.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each method, each in a new process.")] = 5,
     steps: Annotated[int, typer.Option(min=1, max=MOST_STEPS, help="Training steps a turn.")] = 2,
-    heap: Annotated[
-        Literal["keep", "system"], typer.Option(help="Keep freed memory while times are taken, or let glibc decide.")
-    ] = "keep",
-    limit: Annotated[
-        float | None, typer.Option(min=1, help="Seconds for a shape; what is not measured by then is out of time.")
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the raw measurements here.")] = None,
     plot_to: Annotated[Path | None, typer.Option("--plot", help="Also draw them: a PNG.")] = None,
 ) -> None:  # fmt: skip
@@ -74,7 +68,7 @@ def main(
         kind, texts = find_texts() if SHAPES[one_shape].real else ("", [])
         with console.status("starting") as status, tempfile.TemporaryDirectory(prefix="sparsify-bench-") as folder:
             points = [
-                [Settings(name, one_shape, entries, fill, batch, seq, dtype, device, heap, depth, kind, folder)
+                [Settings(name, one_shape, entries, fill, batch, seq, dtype, device, depth, kind, folder)
                  for name in names]
                 for depth in depths
                 for entries in budgets or [SHAPES[one_shape].budget]
@@ -84,7 +78,7 @@ def main(
 
                 rows = make_rows(texts, AutoTokenizer.from_pretrained(default_model()), seq)
                 save_file(rows, points[0][0].tokens_file)
-            found = measure([one for point in points for one in point], rounds, steps, status.update, limit)
+            found = measure([one for point in points for one in point], rounds, steps, status.update)
         for start in range(0, len(found), len(names)):
             point = found[start : start + len(names)]
             console.print(headline(point, rounds, steps))

@@ -3,9 +3,8 @@
     python -m examples.paper.analysis --task sst2 --out figures
     python -m examples.paper.analysis --task sst2 --dtype bfloat16
 
-Trains ID3 with increment-S and with repeat-S, and the whole model. Prints a table, and draws ``selection.png`` (tensor
-sparsity and selection entropy over the steps) and ``changes.png`` (each tensor's mean change, ID3's beside full
-fine-tuning's). Needs the extras ``paper`` and ``plot``.
+Trains ID3 with increment-S and with repeat-S, and the whole model. Prints a table, and draws ``selection.png``: tensor
+sparsity and selection entropy over the steps. Needs the extras ``paper`` and ``plot``.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\nSpearman's rank correlation of abs(change), ID3 and full, {common.num_entries:,} entries that both "
           f"changed: {common.overall:.3f}")  # fmt: skip
     draw_selection(curves, options.out / "selection.png")
-    draw_changes(moved, options.out / "changes.png")
 
 
 def settings_of(method: str, options: argparse.Namespace) -> Settings:
@@ -130,21 +128,6 @@ def draw_selection(curves: dict[str, Curve], path: Path) -> None:
     for axis, name in zip(axes, ("tensor sparsity", "selection entropy (nats)"), strict=True):
         axis.set(xlabel="optimizer step", ylabel=name, ylim=(0, None))
     axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def draw_changes(moved: dict[str, dict[str, Tensor]], path: Path) -> None:
-    """A point for each tensor: the mean change of what ID3 and full fine-tuning changed in it."""
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(4.2, 3.6), layout="constrained")
-    points = [
-        [float(change[change != 0].mean()) for change in (moved["full"][name], moved["id3"][name])]
-        for name, change in moved["id3"].items()
-        if change.any() and moved["full"][name].any()
-    ]
-    axis.scatter(*zip(*points, strict=True), s=9)
-    axis.set(xscale="log", yscale="log", xlabel="mean abs(change), full fine-tuning", ylabel="mean abs(change), ID3")
     figure.savefig(path, dpi=150)
 
 

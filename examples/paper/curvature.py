@@ -51,8 +51,10 @@ def entries_of(rule: str, gradients: Tensors, budget: int, seed: int) -> Entries
     """The flat indices of each tensor's entries."""
     if rule == "gradient":
         return capped(gradients, budget)
+    if rule == "random":
+        return rules.mixed(gradients, budget, 0, seed)
     moments = rules.Moments(gradients, consistency={})  # which no rule here looks at
-    return rules.RULES["mixed-0" if rule == "random" else rule](moments, budget, seed)
+    return rules.RULES[rule](moments, budget, seed)
 
 
 def step_of(rule: str, gradients: Tensors, entries: Entries | None) -> tuple[Tensors, float, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from examples.paper.answers import is_right
-from examples.paper.models import IGNORED, Encoder, padded_labels
+from examples.paper.models import IGNORED, Encoder
 
 PREFIX = "summarize: "  # T5 was pretrained with it
 PROMPT = "### Question:\n{}\n\n### Answer:\n"
@@ -25,9 +25,6 @@ class Generator(Encoder):
 
     def load_model(self) -> tuple[nn.Module, list[str]]:
         return self.from_pretrained(self.auto_class)
-
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {**self.pad(rows), "labels": padded_labels(rows)}
 
     def generate(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """The most likely next token, time and again, up to the end of the answer or the target length."""

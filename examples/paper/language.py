@@ -28,18 +28,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from examples.paper.generation import Solver
 from examples.paper.models import IGNORED
-from examples.paper.rules import RULES, SCALED, Moments, rates
+from examples.paper.rules import RULES, Moments
 from examples.paper.runs import Run, append, describe, read, settings_of
 from examples.paper.settings import Settings
 from examples.paper.tables import markdown
 from examples.paper.tasks import TASKS, choose_rows, load_rows
-from examples.paper.training import MAX_NORM, facts, rate_factor
+from examples.paper.training import MAX_NORM, facts, rate_factor, rounded
 from examples.rows import LengthBatches
 from sparsify import D3, SparseDelta, Static, Strategy, sparsify
 
@@ -55,7 +56,6 @@ Batch = dict[str, Tensor]
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "random": ("random", "uniform"),
     "id3-early": ("id3", "early"),
-    "id3-uniform": ("id3", "uniform"),
     "gradient": (Strategy(D3(exp=0, eps=1), Static()), "uniform"),
     "gsnr": ("gsnr", "uniform"),
 }
@@ -64,7 +64,7 @@ LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budge
     "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
 }  # fmt: skip
 COLUMNS = ("standard error", "seeds", "numbers", "GB", "MB")
-METHODS = ["none", "full", *LORAS, "lora+random", "shira", "supertuning", *STRATEGIES, *RULES, *SCALED]
+METHODS = ["none", "full", *LORAS, "lora+random", "shira", "supertuning", *STRATEGIES, *RULES]
 
 
 class Bed:
@@ -144,72 +144,42 @@ def row_losses(model: Any, batch: Batch) -> list[float]:
     return (token_losses(model, batch).sum(1).cpu() / (batch["labels"] != IGNORED).sum(1)).tolist()
 
 
-class ScaledAdam(torch.optim.Optimizer):
-    """Adam of one tensor whose steps are multiplied by a factor for each of its elements."""
-
-    def __init__(self, parameter: Tensor, rate: float, factors: Tensor, betas: tuple[float, float] = (0.9, 0.999)):
-        super().__init__([parameter], {"lr": rate})
-        self.factors, self.betas, self.steps = factors, betas, 0
-        self.mean, self.square = torch.zeros_like(parameter), torch.zeros_like(parameter)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        parameter, (first, second) = self.param_groups[0]["params"][0], self.betas
-        self.steps += 1
-        self.mean.lerp_(parameter.grad, 1 - first)
-        self.square.lerp_(parameter.grad.square(), 1 - second)
-        size = (self.square / (1 - second**self.steps)).sqrt().add_(1e-8)
-        step = self.factors.to(size) * self.mean / size / (1 - first**self.steps)
-        parameter.sub_(step, alpha=self.param_groups[0]["lr"])
-
-
-def prepare(model: nn.Module, bed: Bed, settings: Settings) -> tuple[nn.Module, Tensor | None]:
-    """Leaves trainable what the method trains; the model, and each entry's factor of the rate, if there are any."""
+def prepare(model: nn.Module, bed: Bed, settings: Settings) -> nn.Module:
+    """Leaves trainable what the method trains; returns the model to train."""
     method, targets = settings.method, TARGETS[settings.candidates]
     if method == "full":
         model.requires_grad_(False)
         for layer in _targets(model, settings):
             layer.requires_grad_(True)
-        return model, None
+        return model
     if method in LORAS:
-        from peft import LoraConfig, get_peft_model
-
         options = {"r": max(1, round((settings.budget or 0) / _rank_size(model, settings))), **LORAS[method]}
-        lora = LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
-        return get_peft_model(model, lora), None
+        lora = peft.LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
+        return peft.get_peft_model(model, lora)
     if method == "lora+random":  # half of the budget each, at one rate
-        from peft import LoraConfig, get_peft_model
-
         from sparsify.peft import SparseConfig
 
         rank = max(1, round((settings.budget or 0) / _rank_size(model, settings) / 2))
         entries: Any = {"budget": (settings.budget or 0) - rank * _rank_size(model, settings), "strategy": "random"}
-        entries |= {"lora": LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), "seed": settings.seed}
-        return get_peft_model(model, SparseConfig(task_type="CAUSAL_LM", target_modules=targets, **entries)), None
+        entries |= {"lora": peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), "seed": settings.seed}
+        return peft.get_peft_model(model, SparseConfig(task_type="CAUSAL_LM", target_modules=targets, **entries))
     if method == "shira":  # PEFT's, with as many numbers in each layer as a LoRA of rank 1
-        from peft import ShiraConfig, get_peft_model
-
-        return get_peft_model(model, ShiraConfig(task_type="CAUSAL_LM", r=1, target_modules=targets)), None
+        return peft.get_peft_model(model, peft.ShiraConfig(task_type="CAUSAL_LM", r=1, target_modules=targets))
     if method == "supertuning":  # PEFT's: the largest weights, the same share of each layer
-        from peft import SupertuningConfig, get_peft_model
-
         candidates = sum(layer.weight.numel() for layer in _targets(model, settings))
         sparsity = 1 - (settings.budget or 0) / candidates
-        config: Any = SupertuningConfig(task_type="CAUSAL_LM", sparsity=sparsity, target_modules=targets)
-        return get_peft_model(model, config), None
+        config: Any = peft.SupertuningConfig(task_type="CAUSAL_LM", sparsity=sparsity, target_modules=targets)
+        return peft.get_peft_model(model, config)
     common: dict[str, Any] = {"target_modules": targets, "seed": settings.seed}
-    if method in RULES or method in SCALED:
+    if method in RULES:
         batches = COMPARED if method.startswith("consistent") else CALIBRATION
         moments = bed.moments(settings.seed, settings.batch_size, settings.candidates, batches)
-        rule, power = SCALED.get(method, (method, None))
-        entries = RULES[rule](moments, settings.budget, settings.seed)
-        factors = None if power is None else rates(moments.gradients, entries, power)
-        return sparsify(model, None, entries, **common), factors
+        return sparsify(model, None, RULES[method](moments, settings.budget or 0, settings.seed), **common)
     strategy, schedule = STRATEGIES[method]
     if number := {"gradient": CALIBRATION, "gsnr": COMPARED}.get(method):
         common |= {"calibration": islice(bed.batches(settings.seed, settings.batch_size), number)}
         common |= {"loss_fn": answer_loss}
-    return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common), None
+    return sparsify(model, settings.budget, strategy, steps=settings.steps, schedule=schedule, **common)
 
 
 def _targets(model: nn.Module, settings: Settings) -> list[Any]:
@@ -229,8 +199,8 @@ def run(bed: Bed, settings: Settings) -> Run:
         torch.cuda.reset_peak_memory_stats()
     model, losses = bed.load(), []
     if settings.method != "none":
-        model, factors = prepare(model, bed, settings)
-        losses = train(model, bed.batches(settings.seed, settings.batch_size), settings, factors)
+        model = prepare(model, bed, settings)
+        losses = train(model, bed.batches(settings.seed, settings.batch_size), settings)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if losses else 0
     trained_at = time.perf_counter()
     peak = {"peak_bytes": torch.cuda.max_memory_allocated() - held} if on_gpu else {}
@@ -238,9 +208,9 @@ def run(bed: Bed, settings: Settings) -> Run:
     rows = evaluate(model, bed)
     return {
         "settings": asdict(settings),
-        "loss": _rounded(statistics.mean(rows)),
-        "rows": [_rounded(loss) for loss in rows],
-        "training_losses": [_rounded(loss) for loss in losses],
+        "loss": rounded(statistics.mean(rows)),
+        "rows": [rounded(loss) for loss in rows],
+        "training_losses": [rounded(loss) for loss in losses],
         "trained": trained,
         "seconds": [round(trained_at - started, 1), round(time.perf_counter() - trained_at, 1)],
         **peak,
@@ -249,13 +219,11 @@ def run(bed: Bed, settings: Settings) -> Run:
     }
 
 
-def train(model: nn.Module, batches: Iterator[Batch], settings: Settings, factors: Tensor | None = None) -> list[float]:
+def train(model: nn.Module, batches: Iterator[Batch], settings: Settings) -> list[float]:
     """AdamW, the rate falling linearly to 0; returns the loss of each step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     steps, losses = settings.steps or 0, []
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
-    if factors is not None:
-        optimizer = ScaledAdam(parameters[0], settings.rate, factors)
+    optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
     torch.manual_seed(settings.seed)
     model.train()
@@ -291,10 +259,6 @@ def evaluate(model: nn.Module, bed: Bed) -> list[float]:
         own = order[start : start + EVALUATION_BATCH]
         found |= zip(own, row_losses(model, bed.solver.collate([rows[i] for i in own])), strict=True)
     return [found[i] for i in range(len(rows))]
-
-
-def _rounded(loss: float) -> float | None:
-    return round(loss, 5) if math.isfinite(loss) else None
 
 
 Methods = dict[str, dict[float, dict[int, Run]]]  # by name and budget, then by rate, then by seed

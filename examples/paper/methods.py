@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import peft
 from torch import nn
 
 from examples.paper.settings import Settings
@@ -162,11 +163,9 @@ def _rank(model: nn.Module, head: list[str], budget: int | None) -> int:
 
 def _add_lora(model: nn.Module, method: Method, rank: int, head: list[str], task_type: str) -> nn.Module:
     """PEFT's LoRA on every linear layer that is not skipped, by default at the paper's scale: alpha = rank."""
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
+    return peft.get_peft_model(
         model,
-        LoraConfig(
+        peft.LoraConfig(
             task_type=task_type,
             r=rank,
             lora_alpha=method.alpha or rank,

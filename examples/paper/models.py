@@ -47,7 +47,7 @@ class Encoder:
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """A batch, padded at its end to its longest row."""
-        return {**self.pad(rows), "labels": torch.tensor([row["labels"] for row in rows])}
+        return {**self.pad(rows), "labels": padded_labels(rows)}
 
     def predict(self, model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], float]:
         """A prediction for each row of a batch, and the mean loss."""
@@ -93,6 +93,9 @@ class Classifier(Encoder):
             "labels": row["label"],
         }
 
+    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {**self.pad(rows), "labels": torch.tensor([row["labels"] for row in rows])}
+
     def predict(self, model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], float]:
         output = model(**batch)
         logits = output.logits.float()
@@ -121,9 +124,6 @@ class Tagger(Encoder):
             found.append(self.names.index(row["ner_tags"][word]) if first else IGNORED)
             previous = word
         return {**tokens, "labels": found}
-
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {**self.pad(rows), "labels": padded_labels(rows)}
 
     def predict(self, model: Any, batch: dict[str, Tensor]) -> tuple[list[Any], float]:
         """The tags of the words that were not cut off."""

@@ -1,7 +1,5 @@
 """Rules that select entries by the gradient of a calibration, with a view to how they spread over rows and columns.
 
-Also a rate for each entry, :func:`rates`.
-
 In: the gradient of every tensor by its name, (n_out, n_in). Out: a set for ``sparsify(model, None, entries)``: the flat
 indices (n,) of each tensor's entries, as many in all as the budget. The rules are pure functions.
 """
@@ -19,7 +17,6 @@ from sparsify.strategies.strategy import share_out
 
 Tensors = Mapping[str, Tensor]
 Entries = dict[str, Tensor]
-SQUARES = (4, 8, 32)  # entries of a row and of a column at most
 
 
 class Moments(NamedTuple):
@@ -84,11 +81,6 @@ def balanced(gradients: Tensors, budget: int, seed: int) -> Entries:
     return best_of_each(scores, counts)
 
 
-def by_rank(gradients: Tensors, budget: int, seed: int) -> Entries:
-    """Entries drawn at random, in each tensor a LoRA's share of the budget: in proportion to rows plus columns."""
-    return best_of_each(_uniform(gradients, seed), share_out(budget, [sum(g.shape) for g in gradients.values()]))
-
-
 def evenly_spread(scores: Tensors, budget: int) -> Entries:
     """The largest scores, the same density in each tensor, at most twice an even share in a row or column of it."""
     counts = share_out(budget, [score.numel() for score in scores.values()])
@@ -126,23 +118,6 @@ def _uniform(gradients: Tensors, seed: int) -> dict[str, Tensor]:
     }
 
 
-def rates(gradients: Tensors, entries: Entries, power: float) -> Tensor:
-    """A factor (n,) of the learning rate for each entry, with mean 1: smaller in rows and columns of large gradients.
-
-    It is (row's rms x column's rms / tensor's rms)^-power: with power 1 the steps of Adam become those of Newton's
-    method, if curvature is in proportion to the squared gradient. Factors are cut off at ten times their median.
-    """
-    found = []
-    for name, ids in entries.items():
-        square = gradients[name].square()
-        row, column = square.mean(1), square.mean(0)
-        size = (row[ids // len(column)] * column[ids % len(column)] / square.mean()).sqrt()
-        found.append(size.clamp(min=1e-30) ** -power)
-    factors = torch.cat(found)
-    factors = factors.clamp(max=10 * factors.median())
-    return factors / factors.mean()
-
-
 def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
     """Cuts ids over all tensors, laid end to end, into flat indices of each; tensors without one are left out."""
     found, start = {}, 0
@@ -157,29 +132,19 @@ def _by_tensor(ids: Tensor, tensors: Tensors) -> Entries:
 
 # by a set that is computed: of the calibration's moments, the budget and the seed
 RULES: dict[str, Callable[[Moments, int, int], Entries]] = {
-    **{f"column-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, column=cap) for cap in (3, 8, 32)},
-    **{f"square-{cap}": lambda m, budget, seed, cap=cap: capped(m.gradients, budget, square=cap) for cap in SQUARES},
-    **{f"floor-{row}": lambda m, budget, seed, row=row: floored(m.gradients, budget, row) for row in (1,)},
-    **{
-        f"mixed-{part}": lambda m, budget, seed, part=part: mixed(m.gradients, budget, part / 100, seed)
-        for part in (0, 10, 25, 50)
-    },
-    **{
-        f"sampled-{part}": lambda m, budget, seed, part=part: sampled(m.gradients, budget, part / 100, seed)
-        for part in (25, 50)
-    },
+    "column-8": lambda m, budget, seed: capped(m.gradients, budget, column=8),
+    "square-4": lambda m, budget, seed: capped(m.gradients, budget, square=4),
+    "floor-1": lambda m, budget, seed: floored(m.gradients, budget, 1),
+    "mixed-10": lambda m, budget, seed: mixed(m.gradients, budget, 0.1, seed),
+    "mixed-25": lambda m, budget, seed: mixed(m.gradients, budget, 0.25, seed),
+    "sampled-25": lambda m, budget, seed: sampled(m.gradients, budget, 0.25, seed),
+    "sampled-50": lambda m, budget, seed: sampled(m.gradients, budget, 0.5, seed),
     "balanced": lambda m, budget, seed: balanced(m.gradients, budget, seed),
-    "by-rank": lambda m, budget, seed: by_rank(m.gradients, budget, seed),
     "random-mlp": lambda m, budget, seed: mixed(only(m.gradients, "mlp"), budget, 0, seed),
     "random-attention": lambda m, budget, seed: mixed(only(m.gradients, "attn"), budget, 0, seed),
     "consistent": lambda m, budget, seed: capped(m.consistency, budget),
-    **{
-        f"consistent-square-{cap}": lambda m, budget, seed, cap=cap: capped(m.consistency, budget, square=cap)
-        for cap in SQUARES
-    },
+    "consistent-square-4": lambda m, budget, seed: capped(m.consistency, budget, square=4),
+    "consistent-square-8": lambda m, budget, seed: capped(m.consistency, budget, square=8),
     "consistent-even": lambda m, budget, seed: evenly_spread(m.consistency, budget),
     "consistent-redrawn": lambda m, budget, seed: redrawn(m.gradients, capped(m.consistency, budget, square=8), seed),
 }
-# entries by a rule, each with a rate of its own: the power of the gradient's size that it falls with
-SCALED = {f"scaled-{part}": ("mixed-0", part / 100) for part in (25, 50, 100)}
-SCALED |= {"square-4-scaled-50": ("square-4", 0.5), "steep-25": ("mixed-0", -0.25), "steep-50": ("mixed-0", -0.5)}

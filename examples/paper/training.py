@@ -87,7 +87,7 @@ def run(settings: Settings, device: str = "cpu") -> dict[str, Any]:
         "settings": asdict(settings),
         "right": [epoch.pop("right") for epoch in epochs][-1],
         "epochs": epochs,
-        "training_loss": _rounded(loss),
+        "training_loss": rounded(loss),
         "trained": sum(trained.values()),
         "head": sum(number for name, number in trained.items() if _is_of_head(name, loaded)),
         "steps": loaded.steps,
@@ -166,7 +166,7 @@ def evaluate(model: nn.Module, judged: list[Judged], encoder: Encoder) -> dict[s
         "score": _mean(parts),
         "halves": [_mean(parts_of(half)) for half in halves(len(pairs))],
         **({"parts": parts} if len(parts) > 1 else {}),
-        "loss": _rounded(loss / len(judged)),
+        "loss": rounded(loss / len(judged)),
         "right": packed([a == b for a, b in pairs]) if encoder.task.exact else None,
     }
 
@@ -180,7 +180,7 @@ def packed(right: list[bool]) -> str:
     return f"{int(''.join(str(int(one)) for one in right), 2):x}"
 
 
-def _rounded(loss: float) -> float | None:
+def rounded(loss: float) -> float | None:
     """A loss for JSON, which has no NaN."""
     return round(loss, 5) if math.isfinite(loss) else None
 

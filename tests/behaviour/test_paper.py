@@ -335,7 +335,7 @@ def test_the_analyses_compare_what_increment_repeat_and_full_fine_tuning_change(
     assert rows["ID3, increment-S"][4] == rows["ID3, increment-S"][5], "all it changed are its entries"
     assert 0 < float(rows["full"][6]) < 1
     assert -1 <= float(shown.split()[-1]) <= 1
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png", "changes.png"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"selection.png"}
 
 
 def test_reinforcement_learning_trains_equal_numbers_and_counts_what_it_sends(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """Each benchmarked method trains what it says, from the same filled buffers and on the same batches."""
 
-import peft
 import pytest
 from safetensors.torch import save_file
 from step_bench.methods import METHODS
@@ -46,8 +45,6 @@ def test_the_dense_form_and_the_library_select_the_same_entries_from_the_same_bu
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_trains_as_many_numbers_as_it_says(start, method):
-    if method == "supertuning" and not hasattr(peft, "SupertuningConfig"):
-        pytest.skip("this PEFT does not have it")
     worker = start(method)
     model, trained = worker.trainee.model, worker.trainee.trained
     if method == "dense-id3":
@@ -56,7 +53,7 @@ def test_each_method_trains_as_many_numbers_as_it_says(start, method):
         assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert (trained == 0) == (method == "floor")
     assert (trained == worker.parameters) == (method == "full")
-    if method in ("shira", "supertuning"):  # within one rank, and PEFT's head
+    if method == "shira":  # within one rank, and PEFT's head
         head = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and "modules_to_save" in name)
         assert head
-        assert trained - head == pytest.approx(BUDGET, rel=0.3 if method == "shira" else 0.01)
+        assert trained - head == pytest.approx(BUDGET, rel=0.3)

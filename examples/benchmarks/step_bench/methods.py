@@ -118,12 +118,6 @@ def _shira(model: nn.Module, settings: Settings) -> Trainee:
     return _by_peft("ShiraConfig", model, settings, r=max(1, round(settings.budget / sum(sizes))), random_seed=0)
 
 
-def _supertuning(model: nn.Module, settings: Settings) -> Trainee:
-    """At the sparsity that comes nearest to the budget; PEFT has it from version 0.21 on."""
-    numel = sum(weight.numel() for weight in _linear_weights(model))
-    return _by_peft("SupertuningConfig", model, settings, sparsity=max(0.0, 1 - settings.budget / numel))
-
-
 def _linear_weights(model: nn.Module) -> list[Tensor]:
     """The weights that PEFT's "all-linear" stands for: of every linear layer but the head."""
     heads = [getattr(model, "classifier", None), model.get_output_embeddings()]  # type: ignore[operator]
@@ -147,7 +141,6 @@ METHODS = {
         lambda model, settings: _sparsified(model, settings.budget, "random", target_modules="all-linear"),
         has_sparse_part=True,
     ),
-    "bitfit": Method(lambda model, settings: _sparsified(model, None, "bitfit"), has_sparse_part=True),
     "id3": Method(
         lambda model, settings: _sparsified(model, settings.budget, "id3", steps=PLANNED_STEPS),
         starts_filled=True,
@@ -157,5 +150,4 @@ METHODS = {
     "lora": Method(_lora, uses_peft=True),
     "lora-short": Method(lambda model, settings: _lora(model, settings, autocast=False), uses_peft=True),
     "shira": Method(_shira, uses_peft=True),
-    "supertuning": Method(_supertuning, uses_peft=True),
 }

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .methods import FLOOR, FULL
-from .run import EXHAUSTED, Measurement
+from .run import OUT_OF_MEMORY, Measurement
 
 MB = 2**20
-OURS = ("id3", "static", "bitfit")  # prefixes of this library's methods, which stand out
+OURS = ("id3", "static")  # prefixes of this library's methods, which stand out
 COLORS = ("#0072B2", "#D55E00")  # other methods, ours
 PANELS: dict[str, Callable[[Measurement], float]] = {
     "time of a step (seconds)": lambda one: one.step_seconds,
@@ -26,8 +26,8 @@ def headline(results: Sequence[Measurement], rounds: int, steps: int) -> str:
     parts = [
         f"{settings.shape} ({first.parameters:,} parameters)", f"{settings.layers} layers" if settings.layers else "",
         settings.tokens or "random tokens", settings.dtype, settings.device,
-        f"batch {settings.batch} x {settings.length}", "glibc's own heap limits" if settings.heap == "system" else "",
-        f"budget {settings.budget:,}", f"buffers filled to {settings.start / 10:g} %",
+        f"batch {settings.batch} x {settings.length}", f"budget {settings.budget:,}",
+        f"buffers filled to {settings.start / 10:g} %",
     ]  # fmt: skip
     libraries = f"memory beyond the {first.library_bytes / MB:,.0f} MB of libraries; resident: with the heap's holes"
     memory = "memory of tensors on the GPU" if settings.is_cuda else libraries
@@ -45,7 +45,7 @@ def rows_of(results: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]
     rows = []
     for one in results:
         if not one.updates:
-            rows.append([one.settings.method, one.failed if one.failed in EXHAUSTED else "failed"])
+            rows.append([one.settings.method, one.failed if one.failed == OUT_OF_MEMORY else "failed"])
             continue
         digits = 4 if one.settings.is_cuda else 3
         rows.append([

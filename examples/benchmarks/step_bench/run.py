@@ -9,7 +9,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +24,8 @@ from .worker import FILL
 
 # By default glibc returns some of the freed memory to the system and gets it back page by page, which takes up to a
 # tenth of a step and varies from run to run. These are its limits for keeping all of it.
-HEAPS = {"keep": {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, "system": {}}
-EXHAUSTED = OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+OUT_OF_MEMORY = "out of memory"
 FOLDER = str(Path(__file__).parents[1])  # of this package
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}  # memory is measured where glibc returns all freed memory
 
@@ -62,20 +61,17 @@ class Measurement:
             setattr(self, name, own + value if isinstance(value, list) else max(own, value))
 
 
-def measure(
-    methods: Sequence[Settings], rounds: int, steps: int, progress: Callable[[str], None], seconds: float | None = None
-) -> list[Measurement]:
+def measure(methods: Sequence[Settings], rounds: int, steps: int, progress: Callable[[str], None]) -> list[Measurement]:
     """Measures each method ``rounds`` times, in turns, so that other load on the machine affects all of them.
 
-    A method whose process fails, or does not end within ``seconds`` from now, has no further turn.
+    A method whose process fails has no further turn.
     """
-    end = None if seconds is None else time.monotonic() + seconds
     results = [Measurement(settings) for settings in methods]
 
     def turn(one: Measurement, task: str, heap: Mapping[str, str]) -> str:
         if not one.failed:
             try:
-                return run_worker(one.settings, task, heap, None if end is None else end - time.monotonic())
+                return run_worker(one.settings, task, heap)
             except SparsifyError as error:
                 one.failed = str(error)
         return "{}"
@@ -95,24 +91,21 @@ def measure(
     for number in range(1, rounds + 1):
         for one in results:
             progress(f"round {number} of {rounds}: {one.settings.method}")
-            one.add(json.loads(turn(one, str(steps), HEAPS[one.settings.heap])))
+            one.add(json.loads(turn(one, str(steps), KEEP)))
             if one.settings.is_cuda:
                 one.held_bytes = one.peak_bytes
     return results
 
 
-def run_worker(settings: Settings, task: str, heap: Mapping[str, str], seconds: float | None = None) -> str:
+def run_worker(settings: Settings, task: str, heap: Mapping[str, str]) -> str:
     """Runs a worker to its end, with glibc's limits for the heap; returns its answer.
 
-    Raises ``SparsifyError``: ``OUT_OF_MEMORY`` on a GPU, ``OUT_OF_TIME`` after ``seconds``, or the process's error.
+    Raises ``SparsifyError``: ``OUT_OF_MEMORY`` on a GPU, or the process's error.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [FOLDER, inherited.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "step_bench.worker", json.dumps(asdict(settings)), task]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**inherited, **heap}, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise SparsifyError(OUT_OF_TIME) from None
+    done = subprocess.run(command, capture_output=True, text=True, env={**inherited, **heap})
     if done.returncode:
         errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
         if errors and "OutOfMemoryError" in errors[-1]:

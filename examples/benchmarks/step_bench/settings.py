@@ -27,7 +27,6 @@ class Settings:
     length: int = 128
     dtype: str = "float32"
     device: str = "cpu"
-    heap: str = "keep"
     layers: int = 0
     tokens: str = ""  # the kind of real text in tokens_file; empty for random tokens
     folder: str = ""  # of state_file and tokens_file
