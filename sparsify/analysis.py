@@ -180,9 +180,7 @@ def _unmasked_after(engine: Engine, step: int) -> int:
     """Number of entries unmasked once ``step`` optimizer steps were done, by the schedule."""
     if not isinstance(engine.strategy.selection, Increment):
         return engine.unmasked  # all from the start
-    if step == 0:
-        return engine.policy.kept
-    if engine.steps is None:
+    if step and engine.steps is None:
         remedy = "set get_engine(model).steps to what it was in training."
         raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
-    return min(engine.unmasked, target_of(engine.policy, step - 1))
+    return min(engine.unmasked, target_of(engine.policy, step))

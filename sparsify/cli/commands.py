@@ -2,7 +2,6 @@
 
 import json as json_module
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,7 +103,13 @@ def add(
     """
     check_out(out, base, *deltas)
     loaded = [delta.entries_only() if entries_only else delta for delta in map(SparseDelta.load, deltas)]
-    factors = parse_weights(weights, len(loaded))
+    try:
+        factors = [float(part) for part in weights.split(",")] if weights else [1.0] * len(loaded)
+    except ValueError:
+        factors = []
+    if len(factors) != len(loaded):
+        expected = f"{len(loaded)} numbers, comma-separated: one for each delta."
+        raise SparsifyError(f"--weights {weights!r}; expected {expected}")
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):
         print(*map(printable, f"{name} and {other}: {overlap(first, second, base)}".split("\n")), sep="\n")
@@ -151,15 +156,6 @@ def check_out(out: Path, *inputs: StrPath) -> None:
     for given in map(Path, inputs):
         if to & {given.resolve(), (given / FILE_NAME).resolve()}:
             raise SparsifyError(f"--out {out} is also an input, which is left as it is: give another path to write to.")
-
-
-def parse_weights(text: str, count: int) -> list[float]:
-    """Parses a coefficient for each of ``count`` deltas: ``"1, -0.5"``, or nothing for ones."""
-    with suppress(ValueError):
-        weights = [float(part) for part in text.split(",")] if text else [1.0] * count
-        if len(weights) == count:
-            return weights
-    raise SparsifyError(f"--weights {text!r}; expected {count} numbers, comma-separated: one for each delta.")
 
 
 def _find_file(delta: str) -> Path | None:

@@ -1,7 +1,6 @@
 """Raw bits of tensors: hash and compare them, for any dtype and strides."""
 
 import hashlib
-import sys
 from functools import cache
 
 import torch
@@ -18,10 +17,7 @@ def as_bits(values: Tensor) -> Tensor:
 
 def digest(values: Tensor) -> str:
     """SHA-256, in hex, of a tensor's values as little-endian bytes of its dtype."""
-    values = values.detach().cpu().reshape(-1)
-    as_bytes = values.contiguous().view(torch.uint8)
-    if sys.byteorder == "big":
-        as_bytes = as_bytes.view(-1, values.element_size()).flip(1).contiguous()
+    as_bytes = values.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
     sha256 = hashlib.sha256()
     for part in as_bytes.split(1 << 24):
         sha256.update(part.clone().numpy().data)  # numpy() would keep the tensor's own storage from being resized

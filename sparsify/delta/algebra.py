@@ -129,8 +129,7 @@ class DeltaSum(Summable):
         Raises:
             SparsifyError: when the base is not that of the terms, or they do not fit together.
         """
-        if kind not in KINDS:
-            raise SparsifyError(f"kind={kind!r}; expected one of {', '.join(KINDS)}.")
+        require(kind in KINDS, "kind is", kind, one_of(KINDS))
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         dense = self._dense(names)
         names = dict.fromkeys(name for name in names if name not in dense)

@@ -188,7 +188,6 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Config, base: StrP
     model_config = _updated_config(source / "config.json", config, whole, sizes)
     if "__metadata__" in new:
         raise SparsifyError("a checkpoint cannot have a tensor that is called `__metadata__`: rename the module.")
-    index = read_json(source / INDEX_NAME) if (source / INDEX_NAME).is_file() else {}
     file_names = [file.name for file in checkpoint.files]
     if new:
         number = len(file_names) + 1
@@ -204,7 +203,7 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Config, base: StrP
         copies = {file: folder / name for file, name in zip(checkpoint.files, file_names, strict=False)}
         _write_shards({**tensors, **whole}, checkpoint, places, copies)
         if file_names != [WEIGHTS_NAME]:
-            _write_index(checkpoint, index, new, copies, folder / file_names[-1])
+            _write_index(checkpoint, new, copies, folder / file_names[-1])
         if model_config is not None:
             _write_json(folder / "config.json", model_config)
         if out.exists():
@@ -279,21 +278,18 @@ def _write(stored: Stored, patch: WeightPatch) -> None:
             put(memory, patch.indices, patch.values)
 
 
-def _write_index(
-    checkpoint: Checkpoint, index: Mapping[str, Any], new: NamedTensors, copies: Mapping[Path, Path], last: Path
-) -> None:
+def _write_index(checkpoint: Checkpoint, new: NamedTensors, copies: Mapping[Path, Path], last: Path) -> None:
     """Writes the index of the files and, into the last one, the tensors that the base does not have."""
     weight_map = {key: copies[stored.file].name for key, stored in checkpoint.stored.items()}
-    metadata = index.get("metadata")
-    metadata = dict(metadata) if isinstance(metadata, dict) else {}
     if new:
         own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in new.items()}
         safetensors.torch.save_file(own, last, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(new, last.name)
     stored = checkpoint.stored.values()
-    metadata["total_parameters"] = sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values())
-    metadata["total_size"] = sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values())
-    _write_json(last.with_name(INDEX_NAME), {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    numel = sum(math.prod(s.shape) for s in stored) + sum(t.numel() for t in new.values())
+    nbytes = sum(s.nbytes for s in stored) + sum(t.nbytes for t in new.values())
+    index = {"metadata": {"total_parameters": numel, "total_size": nbytes}}
+    _write_json(last.with_name(INDEX_NAME), {**index, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _copy_descriptions(source: Path, folder: Path) -> None:

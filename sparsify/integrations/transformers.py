@@ -33,7 +33,6 @@ _GIVEN = "_sparsify_reference_given"  # attribute of a trainer: whether its call
 _SECOND_MODEL = "the reference is a second model, since {obstacle}. "
 _NOT_SYNCED = "sync_ref_model=True would mix parameters that do not correspond: mend that, or leave it out."
 _NOT_THE_BASE = "It is not the base if the model is quantized, or was changed between loading and sparsify()."
-LOAD = "_load_from_checkpoint"  # method of sentence-transformers' trainers that load_checkpoint replaces
 
 
 class SparsifyCallback(TrainerCallback):
@@ -187,7 +186,7 @@ def add_to_trainers() -> None:
 def _load_trained_states(trainer: Any) -> None:
     """Lets a Trainer, if it is one of sentence-transformers', load checkpoints that hold no whole model."""
     if any(kind.__module__.startswith("sentence_transformers.") for kind in type(trainer).__mro__):
-        vars(trainer)[LOAD] = partial(checkpoints.load_checkpoint, trainer)
+        trainer._load_from_checkpoint = partial(checkpoints.load_checkpoint, trainer)
 
 
 def trainer_calls() -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from sparsify.kernels import has_triton
 SHORT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of the Triton form
 TOKENS_AT_ONCE = 256  # rows of the factors that are transposed together on a CPU
 ENTRY = 70  # cost of a dot product on a CPU
-FACTORS = {torch.bfloat16: 2}  # of a CPU's costs: a dense product in this dtype takes half the time
 # of a byte that a GPU moves for each token, to transpose a factor or for an entry, with matrix units and without
 MOVED = {True: (960, 110), False: (70, 8)}
 
@@ -25,7 +24,7 @@ MOVED = {True: (960, 110), False: (70, 8)}
 def sampling_pays(left: Tensor, right: Tensor, number: int) -> bool:
     """Whether computing so many entries of left^T right costs no more than the dense product."""
     rows, cols = left.shape[1], right.shape[1]
-    cost = number * ENTRY * FACTORS.get(left.dtype, 1)
+    cost = number * ENTRY
     if runs_ahead(left.device):
         if left.dtype not in SHORT or not has_triton(left.device):
             return False

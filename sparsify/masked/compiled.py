@@ -12,6 +12,7 @@ from merging two uses on the same numbers.
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from sparsify.core.layers import linear
 from sparsify.masked.tensor import tensor_of
 
 _SERIALS = itertools.count()
-_LIBRARY = torch.library.Library("sparsify", "DEF")
-_OPS: Any = torch.ops.sparsify
-_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # they run Python
+_TAGS = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}  # they run Python
+_operator: Any = partial(torch.library.custom_op, mutates_args=(), **_TAGS)
 
 
 def compute(kind: str, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,24 +66,7 @@ def serial() -> int:
     return next(_SERIALS)
 
 
-def _operator(schema: str, fake: Callable[..., Tensor]) -> Any:
-    """Defines an operator that runs the decorated function; ``fake`` gives its output's shape to the compiler."""
-
-    def define(run: Any) -> Any:
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=_TAGS)
-        _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"sparsify::{name}", fake, lib=_LIBRARY)
-        return run
-
-    return define
-
-
-@_operator(
-    "use(str kind, Tensor? x, Tensor weight, Tensor? bias, Tensor root, Tensor? of_weight, Tensor? of_bias, "
-    "bool training, int serial) -> Tensor",
-    lambda kind, x, weight, bias, *_: torch.empty_like(compute(kind, x, weight, bias)),
-)
+@_operator("sparsify::use")
 def _run_use(
     kind: str, x: Tensor | None, weight: Tensor, bias: Tensor | None, root: Tensor, of_weight: Tensor | None,
     of_bias: Tensor | None, training: bool, serial: int,
@@ -95,11 +78,7 @@ def _run_use(
     return compute(kind, x, weight, bias)
 
 
-@_operator(
-    "collect(str kind, Tensor root, Tensor grad_y, Tensor? x, Tensor? of_weight, Tensor? of_bias, int serial) -> "
-    "Tensor",
-    lambda kind, root, *_: torch.empty_like(root),
-)
+@_operator("sparsify::collect")
 def _run_collect(
     kind: str, root: Tensor, grad_y: Tensor, x: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None,
     serial: int,
@@ -114,7 +93,7 @@ def _run_collect(
     return torch.zeros_like(root)
 
 
-@_operator("refresh(Tensor root, Tensor handle) -> Tensor", lambda root, _: torch.empty_like(root))
+@_operator("sparsify::refresh")
 def _run_refresh(root: Tensor, handle: Tensor) -> Tensor:
     step: Any = tensor_of(handle).collector
     step.refresh()
@@ -138,9 +117,12 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[3]:
         grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
     x = None if of_weight is None else x
-    grad_root = _OPS.collect(ctx.kind, root, grad_y, x, of_weight, of_bias, ctx.serial)
+    grad_root = _run_collect(ctx.kind, root, grad_y, x, of_weight, of_bias, ctx.serial)
     return None, grad_x, grad_weight, grad_bias, grad_root, None, None, None, None
 
 
-torch.library.register_autograd("sparsify::use", _backward, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd("sparsify::refresh", lambda ctx, grad: (grad, None), lib=_LIBRARY)
+_run_use.register_fake(lambda kind, x, weight, bias, *_: torch.empty_like(compute(kind, x, weight, bias)))
+_run_use.register_autograd(_backward, setup_context=_save)
+_run_collect.register_fake(lambda kind, root, *_: torch.empty_like(root))
+_run_refresh.register_fake(lambda root, _: torch.empty_like(root))
+_run_refresh.register_autograd(lambda ctx, grad: (grad, None))

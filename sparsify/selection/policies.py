@@ -254,10 +254,12 @@ class AllocatedPolicy(IncrementPolicy):
         return sum(self.quotas()) if super().quota() else 0
 
 
-def target_of(policy: Policy, step: int) -> int:
-    """Number of entries unmasked after an optimizer step, from 0, by the schedule of increment-S."""
+def target_of(policy: Policy, done: int) -> int:
+    """Number of entries unmasked once ``done`` optimizer steps have selected, by the schedule of increment-S."""
     groups = policy.groups() if isinstance(policy, AllocatedPolicy) else [((), policy.budget - policy.kept)]
-    return policy.kept + sum(policy.schedule.target(step, policy.steps or 0, budget) for _, budget in groups)
+    return policy.kept + sum(
+        policy.schedule.target(done - 1, policy.steps or 0, budget) for _, budget in groups if done
+    )
 
 
 def policy_of(strategy: Strategy) -> Any:

@@ -25,7 +25,7 @@ from sparsify.core.gradients import DenseGradient, Gradient, Product
 from sparsify.core.importance import Importance
 from sparsify.core.policy import Selector
 from sparsify.core.tensor import MaskedTensor
-from sparsify.kernels.sddmm import ENTRY, FACTORS, sampling_pays, sddmm
+from sparsify.kernels.sddmm import ENTRY, sampling_pays, sddmm
 from sparsify.masked.tensor import matrix_shape
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.joined import Joined
@@ -210,8 +210,8 @@ def screening_limit(left: Tensor, right: Tensor, sampled: int) -> int:
     """Number of entries that screening may multiply at the dense product's cost, which it samples from too."""
     if left.device.type != "cpu" or left.dtype not in SCREENED:
         return 0
-    rows, cols, factor = left.shape[1], right.shape[1], FACTORS.get(left.dtype, 1)
-    return max(0, int((rows * cols / factor - NORMS * (rows + cols) - ENTRY * sampled) / TILE))
+    rows, cols = left.shape[1], right.shape[1]
+    return max(0, int((rows * cols - NORMS * (rows + cols) - ENTRY * sampled) / TILE))
 
 
 def staircase(left: Tensor, right: Tensor, least: Tensor, most: int) -> list[tuple[Tensor, Tensor]] | None:

@@ -36,9 +36,14 @@ _AVERAGE = (
 _REMEDIES = {"settings": _SETTINGS, "step": _SETTINGS, "candidates": _SETTINGS, "flat delta": _AVERAGE}
 
 
+def living(kind: Any) -> Iterator[Any]:
+    """All objects of a class that exist in this process."""
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))  # isinstance() would wake up lazy ones
+
+
 def check_ranks_alike(engine: Any) -> None:
     """Compares an engine with the other ranks'; raises ``SparsifyError`` on each of them when they differ."""
-    wrappers = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.parallel.DistributedDataParallel))
+    wrappers = living(nn.parallel.DistributedDataParallel)
     if any(ddp._join_config.enable and engine.root in ddp.module.modules() for ddp in wrappers):
         problem = "under join() of DistributedDataParallel, a rank without batches chooses nothing with the others"
         raise SparsifyError(f"{problem}: leave it out, and give every rank as many batches (DistributedSampler).")
@@ -102,8 +107,7 @@ def check_no_stage(root: nn.Module) -> None:
     kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
     if kind is None or num_ranks() == 1:
         return
-    stages = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
-    if any(module is root for stage in stages for module in stage.submod.modules()):
+    if any(module is root for stage in living(kind) for module in stage.submod.modules()):
         text = "the model is a stage of a pipeline (torch.distributed.pipelining), whose ranks cannot choose together:"
         raise SparsifyError(f"{text} shard it instead, by fully_shard(), or parallelize_module() before sparsify().")
 

@@ -43,11 +43,15 @@ class Forward:
         return self.taps[tensor]
 
 
-class Forwards(threading.local):
-    """The root's forward passes that run in this thread, the outermost first; what has failed is among them."""
+class Running(threading.local):
+    """What has begun in this thread and not ended, the outermost first; what has failed is among it."""
 
     def __init__(self) -> None:
-        self.running: list[Forward] = []
+        self.running: list[Any] = []
+
+
+class Forwards(Running):
+    """The root's forward passes."""
 
     def tap(self, tensor: ModelTensor) -> Tensor | None:
         """Its part of its group's node; not where checkpointing will compute, or computes, it again."""

@@ -8,12 +8,10 @@ Steps may be nested, as SAM's calls that of another optimizer; the innermost one
 after it has moved the values is counted when the model is used next.
 """
 
-import gc
-import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from traceback import walk_stack
 from typing import Any
 
@@ -25,6 +23,8 @@ from sparsify.common.names import listed
 from sparsify.core.optimizer import listening, parameters_of
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
+from sparsify.training.distributed import living
+from sparsify.training.forward import Running
 from sparsify.training.weights import check_trained
 
 # the gradient at the end of a step's last backward pass, its version, whether it was not zero (), and how often the
@@ -39,15 +39,8 @@ class _Step:
         self.gradients = gradients  # that were noted before it
 
 
-class Begun(threading.local):
-    """What has begun in this thread and not ended, the outermost first; what failed is among it."""
-
-    def __init__(self) -> None:
-        self.begun: list[Any] = []
-
-
 _HOOKS: list[Any] = []
-_STEPS = Begun()  # a _Step each
+_STEPS = Running()  # a _Step each
 _OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 _GRADIENTS: _Gradients = weakref.WeakKeyDictionary()
@@ -141,30 +134,30 @@ def check_held(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
 
 def was_counted(step: TrainingStep, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's present step, or one within it, has been counted."""
-    own = [each for each in _STEPS.begun if each.optimizer() is optimizer]
+    own = [each for each in _STEPS.running if each.optimizer() is optimizer]
     return bool(own) and step in own[-1].counted
 
 
 def has_uncounted_step(step: TrainingStep) -> bool:
     """Whether a step, without a closure in which the model runs, was interrupted or is about to be counted."""
-    uncounted = (each.optimizer() for each in _STEPS.begun if not (each.has_closure or step in each.counted))
+    uncounted = (each.optimizer() for each in _STEPS.running if not (each.has_closure or step in each.counted))
     return any(optimizer is not None and holds(optimizer, step.entries.values) for optimizer in uncounted)
 
 
 def warn_of_uncounted(moves: int) -> None:
     """Warns once of a flat delta that moves after backward passes, but for the closure of a step that has begun."""
-    if moves == _MOVES and not _STEPS.begun:
+    if moves == _MOVES and not _STEPS.running:
         warnings.warn(UNCOUNTED, stacklevel=5)
 
 
 def forget_uncounted_steps(step: TrainingStep) -> None:
     """Drops such steps: they failed before anything had moved."""
-    _STEPS.begun = [each for each in _STEPS.begun if each.has_closure or step in each.counted]
+    _STEPS.running = [each for each in _STEPS.running if each.has_closure or step in each.counted]
 
 
 def note_counted(step: TrainingStep) -> None:
     """Keeps the steps that have begun from being counted again."""
-    for each in _STEPS.begun:
+    for each in _STEPS.running:
         each.counted.add(step)
 
 
@@ -228,28 +221,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         elif step.passes:
             replaced = (known() for known in _KNOWN.get(step, [])[:-1])
             frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
-            if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
+            others = chain(list(_OPTIMIZERS), living(torch.optim.Optimizer))  # the known ones first
+            if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in others):
                 raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if trains:
         _OPTIMIZERS.add(optimizer)
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
-        _STEPS.begun.append(_Step(optimizer, gradients, has_closure=has_closure))
+        _STEPS.running.append(_Step(optimizer, gradients, has_closure=has_closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    while _STEPS.begun and not torch.compiler.is_dynamo_compiling():
-        ended = _STEPS.begun.pop()
+    while _STEPS.running and not torch.compiler.is_dynamo_compiling():
+        ended = _STEPS.running.pop()
         for step, noted in ended.gradients.items():
             if step not in ended.counted:  # GradScaler had a fused optimizer leave the parameters alone
                 _GRADIENTS.setdefault(step, noted)
         if ended.optimizer() is optimizer:
             return
-
-
-def _others() -> Iterator[torch.optim.Optimizer]:
-    """All optimizers that exist, the known ones first."""
-    yield from list(_OPTIMIZERS)
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):  # isinstance() would wake up lazy objects
-            _OPTIMIZERS.add(thing)
-            yield thing

@@ -239,8 +239,8 @@ def _expected(engine: Engine) -> int:
         return engine.unmasked  # it depends on the gradients how many were ever chosen
     if not isinstance(engine.strategy.selection, Increment):
         return engine.budget
-    begun = engine.step + (1 if engine.selected else 0)  # steps that have had their selection
-    if engine.steps is None or not begun:
+    if engine.steps is None:
         return engine.policy.kept
-    target = target_of(engine.policy, min(begun, engine.steps) - 1)
-    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
+    return max(
+        target_of(engine.policy, engine.step + bool(engine.selected)), engine.extended_at
+    )  # a schedule with more steps may have to catch up with the count

@@ -132,7 +132,7 @@ def test_a_sum_that_the_dtype_cannot_hold_is_refused_by_name():
     total = 2 * SparseDelta.diff(base, large, progress=False)
     with pytest.raises(SparsifyError, match=r"tensor `weight`: the sum cannot be a delta: .* not finite"):
         total.apply(base)
-    with pytest.raises(SparsifyError, match="kind='multiply'; expected one of replace, add"):
+    with pytest.raises(SparsifyError, match="kind is 'multiply', expected one of replace, add"):
         total.on(base, "multiply")
 
 
