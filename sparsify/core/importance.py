@@ -1,7 +1,6 @@
 """Importance of entries: pure functions of weights and gradients, applied block by block."""
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from sparsify.errors import SparsifyError
 ROUNDING_SLACK = 1 + 1e-5  # a bound stays above the score however either is rounded
 
 
-class Importance(ABC):
+class Importance:
     """A named score of entries.
 
     If it uses the gradient, an entry whose gradient or score is zero is never unmasked. Otherwise it scores the weights
@@ -24,12 +23,9 @@ class Importance(ABC):
     uses_gradient: bool = True
     monotone: bool = False  # whether, for any weight, a larger abs(grad) never scores lower
 
-    @abstractmethod
     def score(self, weight: Tensor, grad: Any, /) -> Tensor:
-        """Scores (..., n) of entries with these weights (..., n) and gradients (..., n).
-
-        In place of the gradients, an importance of the weights gets a generator: its only source of randomness.
-        """
+        """Scores (..., n) of entries by their weights (..., n) and gradients (..., n), ``None`` where it uses none."""
+        raise NotImplementedError(f"the importance {self.name!r} has no scores")
 
     def least_gradient(self, threshold: Tensor, weight: Tensor) -> Tensor:
         """Lower bound (rows,) of abs(grad) at the entries of each row of weights (rows, cols) that reach a score."""

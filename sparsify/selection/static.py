@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from sparsify.core.tensor import MaskedTensor
 from sparsify.core.topk import BLOCK_ENTRIES, TopK, at_least_float32
 from sparsify.errors import SparsifyError
 from sparsify.masked.tensor import ModelTensor
-from sparsify.strategies.importance import GSNR, SNIP, Fisher
+from sparsify.strategies.importance import GSNR, SNIP, Fisher, Random
 from sparsify.strategies.strategy import Prune, Strategy, divide, share_out
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -29,11 +29,7 @@ def select_static(
     model: nn.Module, tensors: Sequence[ModelTensor], strategy: Strategy, budget: int, dtype: torch.dtype, seed: int,
     calibration: Calibration | None = None, loss_fn: LossFunction | None = None,
 ) -> Tensor:  # fmt: skip
-    """Selects the entries that ``Static`` or ``Prune`` trains in a plain model: (budget,) int64 global ids, best first.
-
-    The tensors that ``Prune`` leaves whole come before all others. With an allocation by tensor, any first part of the
-    ids is shared out among the tensors as the whole is.
-    """
+    """Selects what ``Static`` or ``Prune`` trains in a plain model: (budget,) int64 global ids, ascending."""
     importance: Any = strategy.importance
     selection: Any = strategy.selection  # Static, or Prune
     whole = [tensor for tensor in tensors if isinstance(selection, Prune) and not selection.removes_from(tensor.shape)]
@@ -60,7 +56,7 @@ def select_static(
             if found.numel() < count:
                 raise SparsifyError(_too_few(group, importance, count, found.numel(), cap))
             parts.append(found)
-    return torch.cat([kept, _interleave(parts)])
+    return torch.cat([kept, *parts]).sort().values
 
 
 def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Container[str]) -> None:
@@ -92,23 +88,54 @@ def rank_by_scores(
     totals: Mapping[MaskedTensor, Tensor] | None = None, *, masked_only: bool = False, cap: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Global ids (n,) of the best entries with a finite score, at most ``cap`` of a row or a column of a matrix."""
-    for tensor in tensors:
-        if importance.covers(tensor.name) and tensor.rows is None:
-            excluded = tensor.not_candidates.sort().values if masked_only else tensor.never_candidates
-            scores = _scores(tensor, importance, seed, totals[tensor] if totals else None)
-            if cap is not None and len(tensor.shape) > 1:
-                whole = torch.cat([*scores]).index_fill_(0, excluded, -torch.inf)
-                scores = in_blocks(spread(whole.view(tensor.shape[0], -1), cap))
-            offer_scores(topk, scores, tensor.offset, excluded)
+    ranked = [tensor for tensor in tensors if importance.covers(tensor.name) and tensor.rows is None]
+    excluded = [each.not_candidates.sort().values if masked_only else each.never_candidates for each in ranked]
+    if isinstance(importance, Random):
+        return draw(ranked, excluded, topk.size, seed).to(topk.threshold.device)
+    for tensor, own in zip(ranked, excluded, strict=True):
+        scores = _scores(tensor, importance, totals[tensor] if totals else None)
+        if cap is not None and len(tensor.shape) > 1:
+            whole = torch.cat([*scores]).index_fill_(0, own, -torch.inf)
+            scores = in_blocks(spread(whole.view(tensor.shape[0], -1), cap))
+        offer_scores(topk, scores, tensor.offset, own)
     return topk.winners().ids
 
 
-def _scores(tensor: MaskedTensor, importance: Importance, seed: str, total: Tensor | None) -> Iterator[Tensor]:
+def draw(tensors: Sequence[MaskedTensor], excluded: Sequence[Tensor], number: int, seed: str) -> Tensor:
+    """Global ids (n,), at most ``number``, drawn uniformly, of all entries but those excluded, in a random order.
+
+    The excluded ones of each tensor are flat indices, ascending. A seed draws the same entries on every device.
+    """
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little"))
+    sizes = (tensor.numel - own.numel() for tensor, own in zip(tensors, excluded, strict=True))
+    ends, ids = [*accumulate(sizes, initial=0)], []
+    with torch.device("cpu"):  # whatever the default device is
+        drawn = _sample(min(number, ends[-1]), ends[-1], generator)
+        parts = drawn.split(torch.searchsorted(drawn, torch.tensor(ends)).diff().tolist())
+        for tensor, own, first, part in zip(tensors, excluded, ends, parts, strict=False):
+            gaps = own.cpu() - torch.arange(own.numel())  # places before each excluded entry
+            ids.append(part - first + torch.searchsorted(gaps, part - first, right=True) + tensor.offset)
+        return torch.cat(ids)[torch.randperm(drawn.numel(), generator=generator)]
+
+
+def _sample(number: int, total: int, generator: torch.Generator) -> Tensor:
+    """Draws integers below ``total``: (number,) int64, ascending; in no more time where the total is larger."""
+    if number > total // 2:
+        kept = torch.ones(total, dtype=torch.bool)
+        kept[_sample(total - number, total, generator)] = False
+        return kept.nonzero().squeeze(1)
+    first = torch.randint(max(1, total), (number,), generator=generator).unique()
+    late = first[:0]
+    while missing := number - first.numel() - late.numel():  # what is drawn twice is drawn again
+        late = torch.cat([late, torch.randint(total, (missing,), generator=generator)]).unique()
+        late = late[first[torch.searchsorted(first, late).clamp_(max=first.numel() - 1)] != late]
+    return torch.cat([first, late]).sort().values
+
+
+def _scores(tensor: MaskedTensor, importance: Importance, total: Tensor | None) -> Iterator[Tensor]:
     """Scores in blocks, by the weights alone or by a calibration's sum, where a score of 0 does not count."""
     if total is None:
-        digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        yield from (importance.score(block, generator) for block in in_blocks(tensor.weight))
+        yield from (importance.score(block, None) for block in in_blocks(tensor.weight))
         return
     for weight, block in zip(in_blocks(tensor.weight), in_blocks(full_values(total)), strict=True):
         # Fisher's total is the score already; for any other importance it is a gradient
@@ -168,14 +195,6 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: in
         remedy += f"`{zeros[0]}`; start them from something else (PEFT's LoRA: init_lora_weights=False)."
     problem = f"the importance {importance.name!r} gave only {found:,} entries a {score}"
     return f"{share}, but {problem} (NaN and infinite ones do not count); {remedy}"
-
-
-def _interleave(parts: Sequence[Tensor]) -> Tensor:
-    """Merges several tensors' ids, best first in each, so that every first part of the result has their proportions."""
-    places = [torch.arange(1, part.numel() + 1, dtype=torch.float64) / part.numel() for part in parts]
-    order = torch.cat(places).argsort(stable=True)
-    ids = torch.cat(list(parts))
-    return ids[order.to(ids.device)]
 
 
 def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:

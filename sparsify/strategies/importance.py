@@ -19,7 +19,7 @@ class Magnitude(Importance):
         largest: largest weights first: abs(weight).
 
     Example:
-        >>> Magnitude().score(torch.tensor([0.5, -0.25]), torch.Generator())
+        >>> Magnitude().score(torch.tensor([0.5, -0.25]), None)
         tensor([-0.5000, -0.2500])
     """
 
@@ -27,20 +27,16 @@ class Magnitude(Importance):
     name = "magnitude"
     uses_gradient = False
 
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+    def score(self, weight: Tensor, grad: None) -> Tensor:
         return weight.abs() if self.largest else -weight.abs()
 
 
 @dataclass(frozen=True)
 class Random(Importance):
-    """Entries drawn uniformly, from a generator seeded by (seed, parameter name)."""
+    """Entries drawn uniformly by the seed, without a score of each."""
 
     name = "random"
     uses_gradient = False
-
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        # drawn on the CPU, so that a seed selects the same entries on every device
-        return torch.rand(weight.shape, generator=generator, dtype=torch.float32, device="cpu").to(weight.device)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Bias(Importance):
     name = "bias"
     uses_gradient = False
 
-    def score(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+    def score(self, weight: Tensor, grad: None) -> Tensor:
         return torch.ones_like(weight)
 
     def covers(self, parameter_name: str) -> bool:

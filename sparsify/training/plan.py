@@ -51,7 +51,7 @@ class Plan:
     steps: int | None  # planned optimizer steps; ``None`` where the number becomes known later
     budget: int  # entries to unmask
     capacity: int  # entries that there is room for: the budget, or more where repeat-S touches more
-    selected: Tensor  # (n,) int64 global ids of the entries that are chosen before training, best first
+    selected: Tensor  # (n,) int64 global ids of the entries that are chosen before training
     new_names: tuple[str, ...]  # parameters, dense ones apart, that the base does not have
     buffer_digests: Mapping[str, str]  # of the model's own buffers before anything ran
     seed: int  # of a random importance

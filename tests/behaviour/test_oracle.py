@@ -61,10 +61,16 @@ middling = register_importance("middling", uses_gradient=False)(lambda weight: -
 
 
 def drawn(name, step, weight):
-    """The numbers that ``Random()`` with seed 0 draws: one generator a tensor, and for repeat-S one a step."""
-    seed = f"0:{name}" if step is None else f"0:{step}:{name}"
+    """Scores by the order in which ``Random()`` with seed 0 draws 25 entries; for repeat-S in each step."""
+    sizes = {name: parameter.numel() for name, parameter in build("mlp")[0].named_parameters()}
+    seed = "0" if step is None else f"0:{step}"
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little"))
-    return torch.rand(weight.numel(), generator=generator).to(weight).view_as(weight)
+    found = set()
+    while len(found) < 25:
+        found.update(torch.randint(sum(sizes.values()), (25 - len(found),), generator=generator).tolist())
+    ids = torch.tensor(sorted(found))[torch.randperm(25, generator=generator)]
+    scores = torch.full((sum(sizes.values()),), -math.inf).index_copy(0, ids, torch.arange(25.0).flip(0))
+    return dict(zip(sizes, scores.split([*sizes.values()]), strict=True))[name].to(weight).view_as(weight)
 
 
 def positive(score):

@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -14,10 +15,10 @@ from oracle import unmasked_sets
 from torch import nn
 from twins import Twins, masks_of
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
-from sparsify.selection.static import calibrate, spread
+from sparsify.selection.static import calibrate, draw, spread
 from sparsify.strategies.importance import GSNR, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy, share_out
 
@@ -143,16 +144,29 @@ def test_modules_with_budgets_of_their_own_have_their_best_entries():
     assert unmasked_sets(model) == best(parts["first"], 7) | best(scores, 20) | best(parts["head"], tenth)
 
 
-def test_every_beginning_of_the_entries_is_shared_out_as_the_whole():
-    """So that a delta of the first so many entries has the allocation's densities too."""
-    model, _ = build("mlp")
-    freeze_vectors(model)
-    sparsify(model, 60, Strategy(Random(), Static("uniform")))
-    tensors = get_engine(model).tensors
-    for number in range(1, 61):
-        counts = [int((tensor.slots < number).sum()) for tensor in tensors]
-        shares = [number * tensor.count / 60 for tensor in tensors]
-        assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_random_entries_are_drawn_from_all_that_are_not_excluded(data):
+    tensors, excluded, offset = [], [], 0
+    for size in data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)):
+        tensors.append(SimpleNamespace(numel=size, offset=offset))
+        excluded.append(torch.tensor(sorted(data.draw(st.sets(st.integers(0, size - 1)))), dtype=torch.int64))
+        offset += size
+    free = set(range(offset)) - {int(i) + t.offset for t, own in zip(tensors, excluded, strict=True) for i in own}
+    number = data.draw(st.integers(1, offset + 1))
+    found = draw(tensors, excluded, number, seed="0").tolist()
+    assert len(found) == len({*found}) == min(number, len(free))
+    assert {*found} <= free
+
+
+def test_random_entries_are_drawn_with_the_same_chance_and_in_any_order():
+    tensors, excluded = [SimpleNamespace(numel=10, offset=0)], [torch.tensor([3])]
+    for number in (3, 6):
+        draws = torch.stack([draw(tensors, excluded, number, seed=str(i)) for i in range(3000)])
+        for column in (draws.flatten(), draws[:, 0]):
+            counts = column.bincount(minlength=10) / column.numel()
+            assert counts[3] == 0
+            assert (counts[[0, 1, 2, 4, 5, 6, 7, 8, 9]] - 1 / 9).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("importance", [SNIP(), Random()], ids=lambda importance: importance.name)

@@ -71,6 +71,7 @@ KNOWN = "; expected one of global, uniform"
         (lambda: Strategy(Magnitude(), Increment(allocation={"a": 1})), r"importance of gradients, or Static\(\)"),
         (lambda: Strategy(D3, Increment()), r"importance=<class .*expected an object such as D3\(\)"),
         (lambda: Strategy(D3(), Increment), r"selection=<class .*expected an object such as Increment\(\)"),
+        (lambda: Strategy(Random(), Static("spread")), r"random entries are spread by themselves: Static\(\)"),
         (lambda: Strategy(Magnitude(), Prune()), r"remove the large weights; take Magnitude\(largest=True\)"),
     ],
 )
