@@ -122,7 +122,7 @@ class Summary:
             ("budget", f"{self.budget:,} of {self.num_candidates:,} candidates ({budget_share:.4%})"),
             (unmasked, f"{self.unmasked:,} ({unmasked_share:.1%} of the budget)"),
             ("trained dense", f"{self.num_dense:,} beside the budget" if self.num_dense else "nothing"),
-            *([] if self.num_new else suggested_rate(self.strategy, budget_share)),
+            *([] if self.num_new else suggested_rate(self.strategy, budget_share, has_head=self.num_dense > 0)),
             ("tensor sparsity", f"{self.tensor_sparsity:.4f} ({len(self.counts):,} tensors)"),
             ("selection entropy", f"{self.selection_entropy:.4f}"),
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
@@ -137,14 +137,15 @@ class Summary:
         return rows
 
 
-def suggested_rate(strategy: Strategy, share: float) -> list[tuple[str, str]]:
+def suggested_rate(strategy: Strategy, share: float, *, has_head: bool) -> list[tuple[str, str]]:
     """A row: the learning rate to begin with, by the runs in tutorials/choosing.md; none where there are no runs."""
     is_spread = strategy in (PRESETS["random"], PRESETS["gsnr"])
     if strategy.importance is None or not (strategy.importance.uses_gradient or is_spread):
         return []
     factor = 1 / share if is_spread else TIMES_FULL
     example = f"{factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
-    return [("learning rate", f"try {factor:.3g} times that of full fine-tuning: {example}")]
+    head = "; for a new head 5 to 10 times as much" if has_head and not is_spread else ""
+    return [("learning rate", f"try {factor:.3g} times that of full fine-tuning: {example}{head}")]
 
 
 def tensor_sparsity(counts: Mapping[str, int]) -> float:

@@ -1,6 +1,7 @@
 """What a sparsified model's summary says, number by number and in print, and what ``verify=True`` finds."""
 
 import math
+from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -87,7 +88,8 @@ def test_the_text_says_it_all_and_less_before_the_first_step():
         "budget             2,000 of 40,000 candidates (5.0000%)",
         "unmasked           500 (25.0% of the budget)",
         "trained dense      1,500 beside the budget",
-        "learning rate      try 10 times that of full fine-tuning: 0.0002 where that is 2e-05",
+        "learning rate      try 10 times that of full fine-tuning: 0.0002 where that is 2e-05; "
+        "for a new head 5 to 10 times as much",
         "tensor sparsity    0.5000 (4 tensors)",
         f"selection entropy  {found.selection_entropy:.4f}",
         "entry updates      12 (a static mask's: 6,000)",
@@ -114,6 +116,9 @@ def test_a_rate_is_suggested_as_a_multiple_of_full_fine_tunings(strategy, rate):
     assert ("learning rate" in str(found)) == bool(rate)
     assert rate is None or f"try {rate} that of full fine-tuning" in str(found)
     assert "learning rate" not in str(a_summary(num_new=40))  # an adapter's numbers
+    with_head = replace(found, num_dense=9)
+    assert ("for a new head 5 to 10 times as much" in str(with_head)) == (rate == "10 times")
+    assert "a new head" not in str(found)
 
 
 def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
