@@ -52,7 +52,8 @@ def select_static(
             sides = sum(min(t.shape[0], t.numel // t.shape[0]) for t in group if len(t.shape) > 1)
             # twice an even spread: however the best are taken then, enough entries are found
             cap = -(-2 * count // max(1, sides)) if selection.allocation == "spread" else None
-            found = rank_by_scores(group, importance, TopK(count, dtype, device), str(seed), totals, cap=cap)
+            own_seed = f"{seed}:{group[0].name}"  # or layers of one size would have the same random entries
+            found = rank_by_scores(group, importance, TopK(count, dtype, device), own_seed, totals, cap=cap)
             if found.numel() < count:
                 raise SparsifyError(_too_few(group, importance, count, found.numel(), cap))
             parts.append(found)

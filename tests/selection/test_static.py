@@ -159,6 +159,14 @@ def test_random_entries_are_drawn_from_all_that_are_not_excluded(data):
     assert {*found} <= free
 
 
+def test_layers_of_one_size_have_random_entries_of_their_own():
+    model = nn.Sequential(*[nn.Linear(20, 20, bias=False) for _ in range(3)])
+    sparsify(model, 60, Strategy(Random(), Static("uniform")))
+    found = unmasked_sets(model).values()
+    assert [len(ids) for ids in found] == [20, 20, 20]
+    assert len({tuple(ids) for ids in found}) == 3
+
+
 def test_random_entries_are_drawn_with_the_same_chance_and_in_any_order():
     tensors, excluded = [SimpleNamespace(numel=10, offset=0)], [torch.tensor([3])]
     for number in (3, 6):
