@@ -74,8 +74,11 @@ class LinearCall(NamedTuple):
 
 def run_linear(x: Tensor, weight: Any, bias: Any, call: LinearCall) -> Tensor:
     """Computes a linear layer by a node that collects the gradients of the call's use."""
-    with without_autocast(x.device):
-        return _Linear.apply(x, weight, bias, call, None if call.use is None else call.use.root)
+    root = None if call.use is None else call.use.root
+    if call.dtype is None:  # autocast is off, or leaves x alone
+        return _Linear.apply(x, weight, bias, call, root)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linear.apply(x, weight, bias, call, root)
 
 
 def linear(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
