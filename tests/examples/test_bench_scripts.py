@@ -142,7 +142,7 @@ def test_a_step_calls_no_more_functions_of_python_than_it_did():
             script("overhead").step(model, optimizer)
         calls[method] = script("overhead").calls_of_a_step(model, optimizer)
     added = {method: (number - calls["frozen"]) // 4 for method, number in calls.items()}  # a layer
-    assert added["static"] <= 620, added
+    assert added["static"] <= 650, added  # 61 of 73 tensors have entries
     assert added["id3"] <= 620, added
 
 
