@@ -10,8 +10,8 @@ after it has moved the values is counted when the model is used next.
 
 import warnings
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from traceback import walk_stack
 from typing import Any
 
@@ -221,8 +221,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         elif step.passes:
             replaced = (known() for known in _KNOWN.get(step, [])[:-1])
             frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
-            others = chain(list(_OPTIMIZERS), living(torch.optim.Optimizer))  # the known ones first
-            if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in others):
+            if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
                 raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if trains:
         _OPTIMIZERS.add(optimizer)
@@ -238,3 +237,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 _GRADIENTS.setdefault(step, noted)
         if ended.optimizer() is optimizer:
             return
+
+
+def _others() -> Iterator[torch.optim.Optimizer]:
+    """All optimizers that exist, the known ones first; finding the others takes a while, and is done once."""
+    yield from list(_OPTIMIZERS)
+    for each in living(torch.optim.Optimizer):
+        _OPTIMIZERS.add(each)
+        yield each
