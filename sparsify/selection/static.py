@@ -113,7 +113,7 @@ def draw(tensors: Sequence[MaskedTensor], excluded: Sequence[Tensor], number: in
     with torch.device("cpu"):  # whatever the default device is
         drawn = _sample(min(number, ends[-1]), ends[-1], generator)
         parts = drawn.split(torch.searchsorted(drawn, torch.tensor(ends)).diff().tolist())
-        for tensor, own, first, part in zip(tensors, excluded, ends, parts, strict=False):
+        for tensor, own, first, part in zip(tensors, excluded, ends[:-1], parts, strict=True):
             gaps = own.cpu() - torch.arange(own.numel())  # places before each excluded entry
             ids.append(part - first + torch.searchsorted(gaps, part - first, right=True) + tensor.offset)
         return torch.cat(ids)[torch.randperm(drawn.numel(), generator=generator)]

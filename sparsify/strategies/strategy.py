@@ -176,9 +176,8 @@ class Strategy:
         if isinstance(self.importance, GSNR) and not isinstance(selection, Static):
             raise SparsifyError(f"{self.importance} with {selection}; it compares a calibration's batches: Static().")
         if isinstance(self.importance, Random) and getattr(selection, "allocation", None) == "spread":
-            raise SparsifyError(
-                f"{self.importance} with {selection}; random entries are spread by themselves: Static()."
-            )
+            problem = f"{self.importance} with {selection}"
+            raise SparsifyError(f"{problem}; random entries are spread by themselves: Static().")
         divides = isinstance(selection, Increment) and isinstance(selection.allocation, dict)
         if divides and not getattr(self.importance, "uses_gradient", False):
             problem = f"{self.importance} with {selection} and budgets of modules"

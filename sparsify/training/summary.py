@@ -242,6 +242,5 @@ def _expected(engine: Engine) -> int:
         return engine.budget
     if engine.steps is None:
         return engine.policy.kept
-    return max(
-        target_of(engine.policy, engine.step + bool(engine.selected)), engine.extended_at
-    )  # a schedule with more steps may have to catch up with the count
+    target = target_of(engine.policy, engine.step + bool(engine.selected))
+    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
