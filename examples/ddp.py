@@ -15,10 +15,18 @@ import os
 
 import torch
 from classifiers import HEADS
-from text_classification import add_task_arguments, add_training_arguments, check_arguments, load_task, number
+from text_classification import (
+    add_task_arguments,
+    add_training_arguments,
+    check_arguments,
+    load_task,
+    number,
+    parameter_groups,
+)
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from transformers import get_scheduler
 
 from sparsify import SparseDelta, sparsify, summary
 
@@ -30,7 +38,7 @@ def parse_arguments(arguments: list[str] | None, doc: str | None, copies: bool =
         parser.add_argument("--copies", type=int, default=1, help="of the model, each on as many ranks")
     add_task_arguments(parser)
     method = parser.add_argument_group("method")
-    method.add_argument("--strategy", default="id3")
+    method.add_argument("--strategy", help="default: what sparsify() takes where none is named")
     method.add_argument("--budget", type=number, default=38_000, help="entries, or a share in (0, 1)")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)
@@ -68,8 +76,8 @@ def train(
     """A plain loop over all parameters that require grad; returns the last accuracy. ``seed`` is that of dropout."""
     training, validation, steps = loaders
     # a group each, since the flat delta and, under FSDP2, sharded heads are tensors of different kinds
-    groups = [{"params": [parameter]} for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(groups, arguments.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameter_groups(model, arguments), weight_decay=0.0)
+    scheduler = get_scheduler(arguments.lr_schedule, optimizer, num_warmup_steps=0, num_training_steps=steps)
     torch.manual_seed(arguments.seed + dist.get_rank() if seed is None else seed)
     done, epoch = 0, 0
     while done < steps:
@@ -78,6 +86,7 @@ def train(
         for batch in training:
             model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
             done += 1
             if done == steps:
@@ -125,7 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. One line, before DDP.
     head = [name for name in HEADS if hasattr(task.model, name)]
     model = task.model.to(device)
-    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head)
+    sparsify(
+        model, arguments.budget, arguments.strategy, steps=loaders[2], schedule=arguments.schedule, modules_to_save=head
+    )
     parallel = DistributedDataParallel(model)
 
     # 3. Train: any loop will do.

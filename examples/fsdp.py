@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. One line, before FSDP2.
     head = [name for name in HEADS if hasattr(task.model, name)]
     model = task.model.to(device)
-    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head)
+    sparsify(
+        model, arguments.budget, arguments.strategy, steps=loaders[2], schedule=arguments.schedule, modules_to_save=head
+    )
     sizes = (arguments.copies, dist.get_world_size() // arguments.copies)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards"))
     shard(model, device, mesh if arguments.copies > 1 else mesh["shards"])

@@ -1,6 +1,6 @@
 """Train a few percent of bottleneck adapters: add them, and one more line.
 
-    python examples/sparse_adapters.py --task mrpc --kind pfeiffer --strategy id3 --budget 0.04
+    python examples/sparse_adapters.py --task mrpc --kind pfeiffer --budget 0.04
     python examples/sparse_adapters.py --task mrpc --kind houlsby --strategy dense
 
 In: a GLUE task or JSON Lines, as ``text_classification.py`` reads them. Out: the task's metric, and in ``--out`` two
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     adapters.add_argument("--kind", default="pfeiffer", help="pfeiffer or houlsby")
     adapters.add_argument("--reduction-factor", type=float, default=2, help="hidden size / bottleneck size")
     method = parser.add_argument_group("method")
-    method.add_argument("--strategy", default="id3", help="dense (plain adapters), id3, sparseadapter, pafi, fish, ...")
+    method.add_argument("--strategy", help="dense (plain adapters), id3, sparseadapter, pafi, fish, ...")
     method.add_argument("--budget", type=number, default=0.04, help="entries of the adapters, or a share in (0, 1)")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)

@@ -1,6 +1,6 @@
 """Train a quarter of a LoRA: PEFT's adapter, and one more line.
 
-    python examples/sparse_lora.py --task mrpc --strategy id3 --budget 0.24
+    python examples/sparse_lora.py --task mrpc --budget 0.24
     python examples/sparse_lora.py --task mrpc --strategy dense
 
 In: a GLUE task or JSON Lines, as ``text_classification.py`` reads them. Out: the task's metric, and in ``--out`` two
@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     lora.add_argument("--alpha", type=int, default=8)
     lora.add_argument("--lora-modules", nargs="+", help="names; default: every linear layer of the encoder")
     method = parser.add_argument_group("method")
-    method.add_argument("--strategy", default="id3", help="dense (plain LoRA), id3, pafi, fish, random, ...")
+    method.add_argument("--strategy", help="dense (plain LoRA), id3, pafi, fish, random, ...")
     method.add_argument("--budget", type=number, default=0.24, help="entries of A and B, or a share in (0, 1)")
     add_training_arguments(parser, "default: 1e-3", lr=1e-3)
     return check_arguments(parser, arguments)

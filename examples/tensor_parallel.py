@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     model = task.model.to(device)
     for block in model.base_model.encoder.layer:
         parallelize_module(block, mesh["parts"], PLAN)
-    sparsify(model, arguments.budget, arguments.strategy, steps=loaders[2], modules_to_save=head)
+    sparsify(
+        model, arguments.budget, arguments.strategy, steps=loaders[2], schedule=arguments.schedule, modules_to_save=head
+    )
     parallel = model
     if arguments.copies > 1:
         parallel = DistributedDataParallel(model, process_group=mesh["copies"].get_group())

@@ -12,7 +12,8 @@ import deepspeed
 import torch
 from classifiers import HEADS
 from ddp import accuracy, finish, parse_arguments, share_rows, start
-from text_classification import load_task
+from text_classification import load_task, parameter_groups
+from transformers import get_scheduler
 
 from sparsify import optimizer_stepped, sparsify
 
@@ -32,12 +33,15 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. One line, before DeepSpeed.
     head = [name for name in HEADS if hasattr(task.model, name)]
     model = task.model.to(device)
-    sparsify(model, arguments.budget, arguments.strategy, steps=steps, modules_to_save=head)
+    sparsify(
+        model, arguments.budget, arguments.strategy, steps=steps, schedule=arguments.schedule, modules_to_save=head
+    )
 
     # 2. Train: DeepSpeed's optimizer moves a copy of what is trained, so that its steps are to be counted.
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), arguments.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameter_groups(model, arguments), weight_decay=0.0)
+    scheduler = get_scheduler(arguments.lr_schedule, optimizer, num_warmup_steps=0, num_training_steps=steps)
     config = CONFIG | {"train_micro_batch_size_per_gpu": arguments.batch_size}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     done, epoch = 0, 0
     while done < steps:
         training.sampler.set_epoch(epoch)

@@ -64,7 +64,8 @@ class SparseDelta(Summable):
 
         Args:
             model: a model that ``sparsify`` prepared, also within DDP or ``torch.compile``; it is only read.
-            budget: keep only the first ``budget`` entries in order of unmasking; all by default.
+            budget: keep only the first ``budget`` entries in order of unmasking, or, of a static strategy, in the order
+                of the weights; all by default.
 
         Raises:
             SparsifyError: when the model is not sparsified, or holds values that cannot be a delta.

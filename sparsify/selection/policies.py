@@ -23,7 +23,7 @@ from sparsify.selection.distributed import RanksSelector
 from sparsify.selection.joined import Joined
 from sparsify.selection.screening import StreamingSelector, Work
 from sparsify.selection.static import rank_by_scores
-from sparsify.strategies.importance import Fisher
+from sparsify.strategies.importance import Fisher, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy, divide
 
 # candidates that are kept of a step's passes: so many for each entry that it unmasks, and at least
@@ -117,9 +117,10 @@ class SelectorFactory:
             topk = TopK(number, values.dtype, values.device)
             return rank_by_scores(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
         if self._ranking is None:  # masked entries never change, so one ranking serves all steps
-            topk = TopK(policy.budget - unmasked, values.dtype, values.device)
-            ranking = rank_by_scores(policy.tensors, policy.importance, topk, str(self._seed), masked_only=True)
-            self._ranking = unmasked, ranking
+            is_drawn = isinstance(policy.importance, Random)  # a draw is the same only for the same number of the same
+            topk = TopK(policy.budget - (policy.kept if is_drawn else unmasked), values.dtype, values.device)
+            ranking = rank_by_scores(policy.tensors, policy.importance, topk, str(self._seed), masked_only=not is_drawn)
+            self._ranking = unmasked, ranking[torch.isin(ranking, policy.entries.ids.to(ranking), invert=True)]
         first, ranking = self._ranking
         return ranking[unmasked - first :][:number]
 

@@ -49,9 +49,7 @@ def select_static(
     parts = []
     for group, count in groups:
         if count:
-            sides = sum(min(t.shape[0], t.numel // t.shape[0]) for t in group if len(t.shape) > 1)
-            # twice an even spread: however the best are taken then, enough entries are found
-            cap = -(-2 * count // max(1, sides)) if selection.allocation == "spread" else None
+            cap = spread_cap([tensor.shape for tensor in group], count) if selection.allocation == "spread" else None
             own_seed = f"{seed}:{group[0].name}"  # or layers of one size would have the same random entries
             found = rank_by_scores(group, importance, TopK(count, dtype, device), own_seed, totals, cap=cap)
             if found.numel() < count:
@@ -142,6 +140,15 @@ def _scores(tensor: MaskedTensor, importance: Importance, total: Tensor | None) 
         # Fisher's total is the score already; for any other importance it is a gradient
         scores = block if isinstance(importance, Fisher) else importance.score(weight, block)
         yield scores.where((block != 0) & (scores > 0), -torch.inf)
+
+
+def spread_cap(shapes: Sequence[torch.Size], number: int) -> int:
+    """Twice an even spread over rows and columns: however the best are taken then, ``number`` entries are found."""
+    sizes = [(min(shape[0], shape.numel() // shape[0]), shape.numel()) for shape in shapes if len(shape) > 1]
+    cap = -(-2 * number // max(1, sum(side for side, _ in sizes)))
+    while sum(min(side * cap, numel) for side, numel in sizes) < min(2 * number, sum(numel for _, numel in sizes)):
+        cap *= 2  # some tensors are full before
+    return cap
 
 
 def spread(scores: Tensor, cap: int) -> Tensor:

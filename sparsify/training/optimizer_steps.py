@@ -41,7 +41,7 @@ class _Step:
 
 _HOOKS: list[Any] = []
 _STEPS = Running()  # a _Step each
-_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # known to hold a flat delta
+_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # found so far
 _KNOWN: weakref.WeakKeyDictionary[TrainingStep, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 _GRADIENTS: _Gradients = weakref.WeakKeyDictionary()
 _TRAINED: weakref.WeakKeyDictionary[TrainingStep, int] = weakref.WeakKeyDictionary()  # parameters in the last step

@@ -18,7 +18,7 @@ from twins import Twins, masks_of
 from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
-from sparsify.selection.static import calibrate, draw, spread
+from sparsify.selection.static import calibrate, draw, spread, spread_cap
 from sparsify.strategies.importance import GSNR, SNIP, Bias, Fisher, Magnitude, Random, register_importance
 from sparsify.strategies.strategy import ALLOCATIONS, Prune, Static, Strategy, share_out
 
@@ -252,6 +252,18 @@ def test_adapters_in_a_pretrained_model_are_pruned_and_the_model_is_not():
     pruned = [name for name, p in model.named_parameters() if p.dim() > 1 and "adapter" in name and not p.all()]
     assert pruned
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in before.items())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_cap_lets_as_many_be_found_as_are_asked_for(data):
+    sizes = st.integers(1, 6) | st.just(40)
+    shapes = data.draw(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=4))
+    number = data.draw(st.integers(1, sum(map(math.prod, shapes))))
+    cap = spread_cap([torch.Size(shape) for shape in shapes], number)
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    found = [spread(torch.rand(shape).mul(3).round(), cap) for shape in shapes]
+    assert sum(int(own.isfinite().sum()) for own in found) >= number
 
 
 useless = register_importance("test-static-useless")(lambda weight, grad: weight * torch.nan)

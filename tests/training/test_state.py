@@ -17,12 +17,12 @@ from torch import nn
 
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, base_weights, desparsify, sparsify
 from sparsify.api import get_engine, summary, trained_state
-from sparsify.strategies.importance import Magnitude
+from sparsify.strategies.importance import Magnitude, Random
 from sparsify.strategies.strategy import Increment, Strategy
 from sparsify.training.plan import STATE
 
 BUDGET, STEPS = 40, 8
-STRATEGIES = ["id3", "pafi", "random", "d3-repeat", Strategy(Magnitude(), Increment())]
+STRATEGIES = ["id3", "pafi", "random", "d3-repeat", *(Strategy(each, Increment()) for each in (Magnitude(), Random()))]
 
 
 def by_safetensors(model, path):
