@@ -17,7 +17,7 @@ from sparsify.common.names import plain_name
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
 from sparsify.selection.policies import target_of
-from sparsify.strategies.strategy import Increment, Repeat
+from sparsify.strategies.strategy import Repeat
 from sparsify.training.engine import Engine
 from sparsify.training.summary import selection_entropy, tensor_sparsity
 
@@ -178,9 +178,7 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
 
 def _unmasked_after(engine: Engine, step: int) -> int:
     """Number of entries unmasked once ``step`` optimizer steps were done, by the schedule."""
-    if not isinstance(engine.strategy.selection, Increment):
-        return engine.unmasked  # all from the start
-    if step and engine.steps is None:
+    if step and engine.steps is None and not engine.policy.static:
         remedy = "set get_engine(model).steps to what it was in training."
         raise SparsifyError(f"the planned number of steps, and so when entries were unmasked, is not known; {remedy}")
     return min(engine.unmasked, target_of(engine.policy, step))

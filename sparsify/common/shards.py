@@ -29,7 +29,7 @@ def is_shard(parameter: Tensor | type[Tensor]) -> bool:
 
 def reshard(root: nn.Module) -> None:
     """Puts all weights that FSDP2 manages back into their shards, where they can be written; outside a pass."""
-    for module in root.modules():
+    for module in root.modules() if is_fully_sharded(root) else ():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
 

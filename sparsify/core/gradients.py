@@ -36,7 +36,7 @@ class DenseGradient:
     ) -> None:
         self.values, self.rows = values, rows
         self.numel, self.device = values.numel(), values.device
-        self._owned, self._dtype = owned, dtype
+        self._owned, self._dtype, self.covers_all = owned, dtype, rows is None
 
     def dense(self) -> DenseGradient:
         return self
@@ -44,9 +44,9 @@ class DenseGradient:
     held = dense
 
     def take(self, indices: Tensor) -> Tensor:
-        if self.rows is None:
+        if self.covers_all:
             return self.values.take(indices)
-        if not self.rows.numel():
+        if not self.numel:
             return self.values.new_zeros(indices.shape)
         at, used = self._locate(indices)
         return torch.where(used, self.values.take(at), 0)
@@ -62,11 +62,11 @@ class DenseGradient:
     def clear(self, indices: Tensor) -> None:
         """Sets the gradient at flat indices (k,) of the weight to zero."""
         self.own()
-        if self.rows is None:
+        if self.covers_all:
             self.values.view(-1).index_fill_(0, indices, 0)
-        elif self.rows.numel():
+        elif self.numel:
             at, used = self._locate(indices)
-            cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=at.device)  # one more for rows not covered
+            cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=at.device)  # one more for the others
             cleared.index_fill_(0, at.where(used, self.numel), True)
             self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
 

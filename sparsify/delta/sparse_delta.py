@@ -73,7 +73,7 @@ class SparseDelta(Summable):
         Warns:
             UserWarning: when parameters train that ``sparsify`` was not given, and so no delta holds.
         """
-        return cls(*find_engine(model).source.export(budget, model))
+        return cls(*find_engine(model).exporter(model).delta(budget))
 
     @classmethod
     def load(

@@ -81,7 +81,7 @@ def save_checkpoint(model: Any, args: Any, state: Any, save_directory: Any, *arg
         # the delta of a sharded model would have to be gathered, and the hub would keep these files beside the model
         if not (is_peft or engine.sharded or args.push_to_hub):
             try:
-                write_adapter(folder, engine.source.export(None, model))
+                write_adapter(folder, engine.exporter(model).delta())
             except SparsifyError as error:  # the run goes on, and resumes
                 warnings.warn(f"from_pretrained() will not take `{folder}`: {error}", stacklevel=2)
     return None

@@ -24,8 +24,8 @@ from sparsify.integrations import checkpoints
 from sparsify.strategies.strategy import Increment
 from sparsify.stream.publisher import DeltaPublisher, DeltaUpdate
 from sparsify.training.engine import Engine
-from sparsify.training.export import warn_of_unheld
 from sparsify.training.optimizer_steps import check_held
+from sparsify.training.plan import warn_of_unheld
 from sparsify.training.quantized import SAVE, mark_trainable
 
 _TRAINERS = {"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}  # of TRL, that load a reference

@@ -30,21 +30,14 @@ class BlockGradient(DenseGradient):
 
     def __init__(self, values: Tensor, block: Block, shards: int) -> None:
         super().__init__(values, owned=False)
-        self.block, self._shards = block, shards
+        self.block, self._shards, self.covers_all = block, shards, False
 
     def take(self, indices: Tensor) -> Tensor:
-        values = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
-        if not self.numel:
-            return values.new_zeros(indices.shape)
-        places, own = self.block.locate(indices)
-        return values.take(places).where(own, 0) * self._shards
+        taken = super().take(indices)
+        return taken.to(torch.promote_types(taken.dtype, torch.float32)) * self._shards
 
-    def clear(self, indices: Tensor) -> None:
-        self.own()
-        places, own = self.block.locate(indices)
-        cleared = torch.zeros(self.numel + 1, dtype=torch.bool, device=places.device)  # one more for what others hold
-        cleared.index_fill_(0, places.where(own, self.numel), True)
-        self.values.masked_fill_(cleared[:-1].view_as(self.values), 0)
+    def _locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block.locate(indices)
 
 
 class ModelTensor(MaskedTensor):

@@ -120,8 +120,8 @@ class SparseConfig(PeftConfig):
             if getattr(strategy.selection, "allocation", None) != "global":
                 problem = f"budget_pattern={self.budget_pattern!r} with {strategy.selection}"
                 raise SparsifyError(f"{problem}; expected Increment() or Static(), which divide no budget themselves.")
-            selection: Any = replace(strategy.selection, allocation=self.budget_pattern)  # type: ignore[type-var]
-            strategy = replace(strategy, selection=selection)
+            selection: Any = strategy.selection
+            strategy = replace(strategy, selection=replace(selection, allocation=self.budget_pattern))
         schedule = Schedule(**schedule) if isinstance(schedule, dict) else schedule
         return strategy, resolve_schedule("uniform" if schedule is None else schedule)
 

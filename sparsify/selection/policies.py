@@ -152,7 +152,7 @@ class RepeatPolicy(Policy):
         return self.budget - self.kept
 
     def unmask(self, winners: Winners) -> Winners:
-        ids, first, capacity = super().unmask(winners).ids, self.entries.count, self.entries.values.numel()
+        ids, first, capacity = winners.ids, self.entries.count, self.entries.values.numel()
         touched = self.entries.ids.to(ids)
         new = torch.isin(ids, touched, invert=True).nonzero().squeeze(1)[: capacity - first]
         self.active = torch.zeros(capacity, dtype=torch.bool, device=winners.grads.device)
@@ -256,11 +256,12 @@ class AllocatedPolicy(IncrementPolicy):
 
 
 def target_of(policy: Policy, done: int) -> int:
-    """Number of entries unmasked once ``done`` optimizer steps have selected, by the schedule of increment-S."""
+    """Number of entries unmasked once ``done`` optimizer steps have selected, as the policy plans it."""
+    if not isinstance(policy, IncrementPolicy):  # of repeat-S it depends on the gradients
+        return policy.entries.count if isinstance(policy, RepeatPolicy) else policy.budget
+    steps = policy.steps if done else None
     groups = policy.groups() if isinstance(policy, AllocatedPolicy) else [((), policy.budget - policy.kept)]
-    return policy.kept + sum(
-        policy.schedule.target(done - 1, policy.steps or 0, budget) for _, budget in groups if done
-    )
+    return policy.kept + sum(policy.schedule.target(done - 1, steps, budget) for _, budget in groups if steps)
 
 
 def policy_of(strategy: Strategy) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -33,14 +33,8 @@ def _check_allocation(selection: Any, known: Sequence[str]) -> None:
             raise SparsifyError(f"{key!r} is no name of a module, nor a regular expression: {error}.") from None
 
 
-class Selection:
-    """When entries are selected; ``name`` stands for it in a delta's config."""
-
-    name: ClassVar[str]
-
-
 @dataclass(frozen=True)
-class Static(Selection):
+class Static:
     """static-S: select once, before training. A gradient importance needs a calibration.
 
     Args:
@@ -91,7 +85,7 @@ class Prune(Static):
 
 
 @dataclass(frozen=True)
-class Increment(Selection):
+class Increment:
     """increment-S: each step unmasks more entries, and none is ever masked again (the paper's Algorithm 1).
 
     Args:
@@ -114,7 +108,7 @@ class Increment(Selection):
 
 
 @dataclass(frozen=True)
-class Repeat(Selection):
+class Repeat:
     """repeat-S: each step selects the whole budget afresh, among all entries. A baseline, for small models.
 
     An entry that is no longer selected keeps its value and its optimizer state and gets no gradient, so that the flat
@@ -134,13 +128,14 @@ class Repeat(Selection):
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Selection):
+class Given:
     """A given set of entries, by tensor name: a bool mask in the tensor's shape, or flat indices (n,) int64."""
 
     support: Mapping[str, Tensor] = field(compare=False)  # not a setting: the delta's file holds it
     name = "given"
 
 
+Selection: TypeAlias = Static | Increment | Repeat | Given
 SELECTIONS: dict[str, Callable[..., Selection]] = {kind.name: kind for kind in (Static, Increment, Repeat, Prune)}
 
 

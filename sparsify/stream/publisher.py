@@ -112,7 +112,7 @@ class DeltaPublisher:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._export = find_engine(model).source.exporter(model)
+        self._export = find_engine(model).exporter(model, "DeltaPublisher.update()")
         self._chain = secrets.token_hex(16)
         self._last: tuple[int, Version] = 0, self._export()  # replaced as one, since other threads read it
 

@@ -16,7 +16,7 @@ from sparsify.delta.entries import TensorDelta
 from sparsify.delta.patch_plan import PatchPlan, PlannedWrite, undone, write_plan
 from sparsify.errors import DeltaFormatError, MissingUpdateError, SparsifyError, StaleUpdateError
 from sparsify.stream.publisher import DeltaUpdate
-from sparsify.stream.version import Changes, KnownValues, Message, TrainedEntries, read_message
+from sparsify.stream.version import Changes, KnownValues, TrainedEntries, read_message
 
 _POLL_SECONDS = 0.001
 _REMEDY = "load the base afresh, make a new DeltaSubscriber of it, and apply `snapshot()`"
@@ -63,25 +63,24 @@ class DeltaSubscriber:
         """
         self._lock.check_not_reading()
         with self._applying.writing():
-            message = read_message(bytes(update))
-            self._check_order(message)
-            if message.changes.known is None:
+            chain, version, changes = read_message(bytes(update))
+            self._check_order(chain, version, is_snapshot=changes.known is None)
+            if changes.known is None:
                 with self._lock.writing(), uninterrupted(), undone(self._held.plan(), self.model, _REMEDY):
-                    new = message.changes
-                    plan, targets = patch_plan.plan_delta(new.tensors, new.whole, self.model)
+                    plan, targets = patch_plan.plan_delta(changes.tensors, changes.whole, self.model)
                     of = {write.name: write for write in plan}
-                    entries = {name: _over(of[name].old, part) for name, part in sorted(new.tensors.items())}
-                    held = Held(entries, {name: of[name] for name in new.whole})
+                    entries = {name: _over(of[name].old, part) for name, part in sorted(changes.tensors.items())}
+                    held = Held(entries, {name: of[name] for name in changes.whole})
                     write_plan(plan, self.model, targets=targets)
-                    if self.chain not in (None, message.chain):
+                    if self.chain not in (None, chain):
                         self._left.add(self.chain)
-                    self._held, self.chain, self.version = held, message.chain, message.version
+                    self._held, self.chain, self.version = held, chain, version
             else:
-                steps, held = plan_update(message.changes, self._held, self.model)
+                steps, held = plan_update(changes, self._held, self.model)
                 with self._lock.writing(), uninterrupted():
                     write_plan(steps, self.model, f"the values of version {self.version}", _REMEDY)
-                    self._held, self.version = held, message.version
-        return message.version
+                    self._held, self.version = held, version
+        return version
 
     def mark(self) -> tuple[Any, ...]:
         """What is held now, for :meth:`go_back`."""
@@ -102,16 +101,16 @@ class DeltaSubscriber:
         with self._lock.reading():
             yield self.version
 
-    def _check_order(self, message: Message) -> None:
+    def _check_order(self, chain: str, version: int, *, is_snapshot: bool) -> None:
         at = "no version yet" if self.version is None else f"version {self.version}"
-        has_left = message.chain in self._left
-        if has_left or (message.chain == self.chain and message.version <= (self.version or 0)):
+        has_left = chain in self._left
+        if has_left or (chain == self.chain and version <= (self.version or 0)):
             run, at = ("an earlier run", f"{at} of a later one") if has_left else ("this run", at)
-            raise StaleUpdateError(f"this is version {message.version} of {run}, and the model holds {at}: drop it.")
-        is_next = message.chain == self.chain and message.version - 1 == self.version
-        if message.changes.known is not None and not is_next:
-            other = "" if message.chain == self.chain or self.chain is None else " of another run"
-            steps = f"this update makes version {message.version} from version {message.version - 1}"
+            raise StaleUpdateError(f"this is version {version} of {run}, and the model holds {at}: drop it.")
+        is_next = chain == self.chain and version - 1 == self.version
+        if not is_snapshot and not is_next:
+            other = "" if chain == self.chain or self.chain is None else " of another run"
+            steps = f"this update makes version {version} from version {version - 1}"
             remedy = "ask the publisher for `snapshot()`, and go on with the updates after it."
             raise MissingUpdateError(f"{steps}, and the model holds {at}{other}: {remedy}")
 

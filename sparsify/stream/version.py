@@ -1,6 +1,6 @@
 """What a stream sends: the versions of a model in training, what changed from one to the next, and the bytes of it.
 
-    Version --snapshot--> Changes --write_message--> bytes --read_message--> Message
+    Version --snapshot--> Changes --write_message--> bytes --read_message--> Changes
     two of them --difference--> Changes
 
 The entries of a version are in the order of their tensors' names, and ascending in each tensor, so that the values of
@@ -101,14 +101,6 @@ class Version(NamedTuple):
         return Changes({name: entries.delta() for name, entries in self.tensors.items()}, self.whole, None)
 
 
-class Message(NamedTuple):
-    """The version of a chain that a message makes, from the base (a snapshot) or from the version before."""
-
-    chain: str
-    version: int
-    changes: Changes
-
-
 def difference(old: Version, new: Version) -> Changes | None:
     """What changed from one version to another; ``None`` where that is more than new entries, values and tensors."""
     if not (old.whole.keys() <= new.whole.keys() and old.tensors.keys() <= new.tensors.keys()):
@@ -179,8 +171,8 @@ def write_message(chain: str, number: int, changes: Changes, config: Mapping[str
     return bytes(data)
 
 
-def read_message(data: bytes) -> Message:
-    """Reads a message; raises ``DeltaFormatError`` where a bit of it has changed, or it is no message at all."""
+def read_message(data: bytes) -> tuple[str, int, Changes]:
+    """Chain, version and changes of a message; raises ``DeltaFormatError`` where it is damaged, or no message."""
     with delta_format.refused("this is no update that can be used", "have it sent again, or ask for `snapshot()`"):
         file = io.BytesIO(data)
         header, document = delta_format.read_header(file)
@@ -190,7 +182,7 @@ def read_message(data: bytes) -> Message:
         optional = set() if stream["snapshot"] else _OPTIONAL
         (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}
-    return Message(stream["chain"], stream["version"], Changes(tensors, whole, None if stream["snapshot"] else known))
+    return stream["chain"], stream["version"], Changes(tensors, whole, None if stream["snapshot"] else known)
 
 
 def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Engine(TrainingStep):
         self.warned_of_read = False
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
-        self.source: Any = None  # exports the model's delta
+        self.exporter: Any = None  # of the model, to code that needs nothing else of training
         self.parallel = parallel_ranks(plan.model)  # that each copy of a tensor-parallel model is on
         self.was_sharded = False  # whether the root has run forward under FSDP2
         # of a state dict that the root loads: whether it has entries, prefix, all names of a trained state

@@ -5,7 +5,6 @@ weights have now, the tensors that have to be stored whole, and a delta's config
 """
 
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.extensions import record_extensions
-from sparsify.common.names import ENGINE, listed, persistent_buffers, plain_model, plain_name
-from sparsify.common.raw_bits import digest, fingerprint
-from sparsify.common.shards import full_values
+from sparsify.common.names import ENGINE, persistent_buffers, plain_model, plain_name
+from sparsify.common.raw_bits import digest
+from sparsify.common.shards import full_values, reshard
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
@@ -30,7 +29,7 @@ from sparsify.masked.tensor import ModelTensor
 from sparsify.strategies.strategy import Prune
 from sparsify.stream.version import TrainedEntries, Version
 from sparsify.training.engine import Engine
-from sparsify.training.plan import find_resized
+from sparsify.training.plan import warn_of_unheld
 from sparsify.training.weights import check_trained
 
 UNKNOWN_VALUES = (
@@ -49,39 +48,25 @@ NOT_FINITE = (
 _LIBRARIES = ("sparsify", "torch", "safetensors", "transformers", "peft")  # a delta's config has their versions
 
 
-class DeltaSource:
-    """Gives the delta of an engine's model, to code that needs nothing of training."""
+class Exporter:
+    """A function that gives the present version of a model, which ``model`` is or wraps, for the user's ``call``."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, model: nn.Module, call: str = "SparseDelta.from_model()") -> None:
+        self._engine, self._call = engine, call
+        self._key: object = None  # as long as it is the same, so are the entries and the config
+        self._entries: dict[ModelTensor, TrainedEntries] = {}  # those exported as entries, with the base's values
+        self._config: dict[str, Any] = {}
+        warn_of_unheld(engine, model, stacklevel=4)
 
-    def export(self, budget: int | None, model: nn.Module) -> DeltaParts:
+    def delta(self, budget: int | None = None) -> DeltaParts:
         """The parts of a :class:`sparsify.SparseDelta`, of the first ``budget`` entries or all."""
         engine = self._engine
         engine.catch_up(by_value=True)
         trained = [t for t in engine.tensors if t.count and engine.entries.base_was_written]
         if any(engine.weights.has_other_base(tensor) for tensor in trained):
-            raise SparsifyError(f"SparseDelta.from_model(): {AVERAGED_BASE}")
-        version = Exporter(self._engine, model, "SparseDelta.from_model()")(budget)
+            raise SparsifyError(f"{self._call}: {AVERAGED_BASE}")
+        version = self(budget)
         return {name: _delta(name, own) for name, own in version.tensors.items()}, version.whole, version.config
-
-    def warn_of_unheld(self) -> None:
-        warn_of_unheld(self._engine, self._engine.root, stacklevel=6)
-
-    def exporter(self, model: nn.Module) -> "Exporter":
-        """A function that gives the model's present version, for :class:`sparsify.DeltaPublisher`."""
-        return Exporter(self._engine, model, "DeltaPublisher.update()")
-
-
-class Exporter:
-    """A function that gives the present version of a model, which ``model`` is or wraps, for the user's ``call``."""
-
-    def __init__(self, engine: Engine, model: nn.Module, call: str) -> None:
-        self._engine, self._call = engine, call
-        self._key: object = None  # as long as it is the same, so are the entries and the config
-        self._entries: dict[ModelTensor, TrainedEntries] = {}  # those exported as entries, with the base's values
-        self._config: dict[str, Any] = {}
-        warn_of_unheld(engine, model, stacklevel=5)
 
     @torch.no_grad()
     def __call__(self, budget: int | None = None) -> Version:
@@ -193,37 +178,7 @@ def prepare(engine: Engine, call: str) -> None:
     free = engine.values.detach()[engine.unmasked :]
     if bool(free.any()):
         raise SparsifyError(f"{call}: {UNKNOWN_VALUES if bool(free.isfinite().all()) else NOT_FINITE}")
-    engine.weights.reshard()
-
-
-def find_unheld(engine: Engine, model: nn.Module) -> str:
-    """Names parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
-    own = dict(engine.root.named_parameters())
-    held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
-    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
-    # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
-    frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
-    digests = engine.weights.base_digests
-    held.update(id(p) for n, p in frozen.items() if digests.get(n) == (p.dtype, fingerprint(full_values(p))))
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    late = [name for name in find_resized(engine.root) if name not in (*engine.new_names, *engine.dense_names)]
-    replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
-    trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
-    problems = []
-    if trainable:
-        reason = "they were added, replaced or made trainable after sparsify(), or are no part of the module given"
-        remedy = "Do that first, give sparsify() the whole model, and name what is trained whole in modules_to_save"
-        problems.append(f"{listed(trainable)} can train, but no delta holds them: {reason}. {remedy}; freeze the rest")
-    if late:
-        problems.append(f"{listed(late)} were resized after sparsify(), and no delta holds new rows: do that before")
-    if replaced:
-        problems.append(f"{listed(replaced)} were replaced after sparsify(): what was trained there is lost")
-    return "; ".join(problems)
-
-
-def warn_of_unheld(engine: Engine, model: nn.Module, stacklevel: int = 3) -> None:
-    if unheld := find_unheld(engine, model):
-        warnings.warn(f"{unheld}.", stacklevel=stacklevel)
+    reshard(engine.root)
 
 
 def changed_buffers(engine: Engine) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """Everything that changes a model: into sparse training, and back to the plain model."""
 
+from functools import partial
+
 import torch
 
 from sparsify.common.interrupts import uninterrupted
@@ -7,7 +9,7 @@ from sparsify.common.names import ENGINE, SETTINGS
 from sparsify.core import install as core
 from sparsify.masked.swap import swap
 from sparsify.training.engine import Engine
-from sparsify.training.export import DeltaSource
+from sparsify.training.export import Exporter
 from sparsify.training.forward import groups
 from sparsify.training.optimizer_steps import watch
 from sparsify.training.plan import Plan
@@ -30,7 +32,7 @@ def install(plan: Plan) -> None:
             for parameter in plan.targets.frozen.values():
                 parameter.requires_grad_(False)
             place_hooks(engine)
-            engine.source = DeltaSource(engine)
+            engine.exporter = partial(Exporter, engine)
             engine.root_anchor()
             mark_trainable(model)
         engine.start(plan.selected)

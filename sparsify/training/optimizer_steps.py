@@ -25,6 +25,7 @@ from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 from sparsify.training.distributed import living
 from sparsify.training.forward import Running
+from sparsify.training.plan import warn_of_unheld
 from sparsify.training.weights import check_trained
 
 # the gradient at the end of a step's last backward pass, its version, whether it was not zero (), and how often the
@@ -190,11 +191,11 @@ def warn_of_late(step: Any, optimizer: torch.optim.Optimizer) -> None:
     trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     if _TRAINED.get(step) != len(trained):
         _TRAINED[step] = len(trained)
-        step.source.warn_of_unheld()
+        warn_of_unheld(step, step.root, stacklevel=5)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    steps = listening()
+    steps: list[Any] = [step for step in listening() if hasattr(step, "exporter")]  # engines, no bare training steps
     if not steps or torch.compiler.is_dynamo_compiling():
         return
     held, trains = set(map(id, parameters := parameters_of(optimizer))), False
@@ -203,18 +204,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         values = step.entries.values
         if id(values) in held:
             trains = True
-            if hasattr(step, "source"):
-                step.weights.adopt_touched()  # type: ignore[attr-defined]  # an Engine
+            step.weights.adopt_touched()
             if step.reached is not None:  # until the first step
                 _check_reference(step)
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
-            if getattr(step, "was_sorted", False) and optimizer.state.get(values):
+            if step.was_sorted and optimizer.state.get(values):
                 raise SparsifyError(SORTED)
-            vars(step).update(was_sorted=False)
+            step.was_sorted = False
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
-            elif hasattr(step, "source") and any(each.grad is not None for each in parameters):
+            elif any(each.grad is not None for each in parameters):
                 warn_of_late(step, optimizer)  # only other parameters train, as those of another adapter of PEFT
             if (noted := _GRADIENTS.pop(step, None)) is not None:
                 gradients[step] = noted

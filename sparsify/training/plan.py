@@ -5,6 +5,7 @@ them whole.
 """
 
 import re
+import warnings
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.adapters.insert import Adapter
-from sparsify.common.names import ENGINE, SETTINGS, base_name, plain_model, plain_name
+from sparsify.common.names import ENGINE, SETTINGS, base_name, listed, plain_model, plain_name
 from sparsify.common.quantized import is_quantized
-from sparsify.common.shards import check_parallel
+from sparsify.common.raw_bits import fingerprint
+from sparsify.common.shards import check_parallel, full_values
 from sparsify.core.entries import VALUES
 from sparsify.core.install import Owners, frozen_row
 from sparsify.core.module import TENSORS
@@ -151,6 +153,36 @@ def find_resized(model: nn.Module) -> list[str]:
                     found.append(name)
         break  # what is within it was loaded with it
     return found
+
+
+def find_unheld(engine: Any, model: nn.Module) -> str:
+    """Names parameters that train, or trained, in ``model``, which is the engine's or holds it, and are in no delta."""
+    own = dict(engine.root.named_parameters())
+    held = {id(tensor.parameter) for tensor in engine.tensors}  # PEFT makes them require grad again
+    held.update(id(own[name]) for name in (VALUES, *engine.dense_names, *engine.new_names) if name in own)
+    # PEFT makes these require grad again as well, and no optimizer holds them: they count once they have changed
+    frozen = {n: own[n] for n in engine.frozen_names if n in own and own[n].requires_grad}
+    digests = engine.weights.base_digests
+    held.update(id(p) for n, p in frozen.items() if digests.get(n) == (p.dtype, fingerprint(full_values(p))))
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    late = [name for name in find_resized(engine.root) if name not in (*engine.new_names, *engine.dense_names)]
+    replaced = [t.name for t in engine.tensors if own.get(t.name, t.parameter) is not t.parameter]
+    trainable, replaced = ([f"`{plain_name(name)}`" for name in names] for names in (trainable, replaced))
+    problems = []
+    if trainable:
+        reason = "they were added, replaced or made trainable after sparsify(), or are no part of the module given"
+        remedy = "Do that first, give sparsify() the whole model, and name what is trained whole in modules_to_save"
+        problems.append(f"{listed(trainable)} can train, but no delta holds them: {reason}. {remedy}; freeze the rest")
+    if late:
+        problems.append(f"{listed(late)} were resized after sparsify(), and no delta holds new rows: do that before")
+    if replaced:
+        problems.append(f"{listed(replaced)} were replaced after sparsify(): what was trained there is lost")
+    return "; ".join(problems)
+
+
+def warn_of_unheld(engine: Any, model: nn.Module, stacklevel: int = 3) -> None:
+    if unheld := find_unheld(engine, model):
+        warnings.warn(f"{unheld}.", stacklevel=stacklevel)
 
 
 def _missing_in_checkpoint(model: nn.Module) -> list[str]:

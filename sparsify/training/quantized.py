@@ -78,7 +78,7 @@ def save_pretrained(model: Any, save_directory: Any, *arguments: Any, **options:
     options |= zip(("is_main_process", "state_dict"), arguments, strict=False)
     if options.get("push_to_hub"):
         raise SparsifyError("push_to_hub=True would upload the packed base alone: call model.push_to_hub(repo_id).")
-    folder, state_dict, delta = Path(save_directory), options.pop("state_dict", None), engine.source.export(None, model)
+    folder, state_dict, delta = Path(save_directory), options.pop("state_dict", None), engine.exporter(model).delta()
     with BaseWeights(engine.weights, model):
         save(folder / PACKED_FOLDER, **options)
     if options.get("is_main_process", True):

@@ -19,10 +19,11 @@ from sparsify.common.shards import full_values
 from sparsify.core.entries import VALUES
 from sparsify.selection.policies import target_of
 from sparsify.selection.screening import Work
-from sparsify.strategies.strategy import PRESETS, Given, Increment, Repeat, Strategy
+from sparsify.strategies.strategy import PRESETS, Given, Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
-from sparsify.training.export import find_unheld, prepare
+from sparsify.training.export import prepare
+from sparsify.training.plan import find_unheld
 
 TENSORS_SHOWN = 10
 FULL_RATE = 2e-5  # an example: a language model's
@@ -232,15 +233,6 @@ def _verify(engine: Engine, model: nn.Module) -> Verification:
     sizes.update((tensor.name, tensor.numel) for tensor in engine.tensors)
     frozen, unstepped = sum(sizes[name] for name in before) - engine.unmasked, 0 if engine.step else engine.passes
     unheld = find_unheld(engine, model)
-    return Verification(frozen, changed, recast, engine.unmasked, _expected(engine), unheld, unstepped)
-
-
-def _expected(engine: Engine) -> int:
-    if isinstance(engine.strategy.selection, Repeat):
-        return engine.unmasked  # it depends on the gradients how many were ever chosen
-    if not isinstance(engine.strategy.selection, Increment):
-        return engine.budget
-    if engine.steps is None:
-        return engine.policy.kept
-    target = target_of(engine.policy, engine.step + bool(engine.selected))
-    return max(target, engine.extended_at)  # a schedule with more steps may have to catch up with the count
+    # a schedule with more steps may have to catch up with the count
+    expected = max(target_of(engine.policy, engine.step + bool(engine.selected)), engine.extended_at)
+    return Verification(frozen, changed, recast, engine.unmasked, expected, unheld, unstepped)

@@ -121,7 +121,7 @@ class EffectiveWeights:
         for tensor in () if traced else tensors:
             if tensor.owner._parameters.get(tensor.attribute) is not tensor.parameter:
                 raise SparsifyError(REPLACED.format(name=tensor.name))
-        self.reshard()
+        reshard(self._entries.root)
         self._written = None  # an interrupted write is repeated
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer than to write
             self._by_address = not but and not traced and runs_ahead(values.device) and _can_scatter(tensors)
@@ -213,7 +213,7 @@ class EffectiveWeights:
                     parameter.requires_grad_(False)
 
     def write_base(self) -> None:
-        self.reshard()
+        reshard(self._entries.root)
         for tensor in self._tensors:
             if tensor.count:
                 tensor.write_base()
@@ -273,7 +273,7 @@ class EffectiveWeights:
     def make_base(self) -> list[Tensor]:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh(self.are_as_left)
-        self.reshard()
+        reshard(self._entries.root)
         trained = [tensor.own_effective for tensor in self._tensors]
         self.step.paused = True
         self.write_base()
@@ -283,14 +283,9 @@ class EffectiveWeights:
         self.step.paused = False
         if self._entries.catch_up():
             return  # something has replaced the entries; they are read, and the weights written, at the next use
-        self.reshard()
+        reshard(self._entries.root)
         for tensor, values in zip(self._tensors, trained, strict=True):
             tensor.write_without_version_bump(values)
-
-    def reshard(self) -> None:
-        """Returns gathered weights to their shards, where they may be read and written."""
-        if is_fully_sharded(self._entries.root):
-            reshard(self._entries.root)
 
 
 def check_trained(step: TrainingStep, call: str) -> None:

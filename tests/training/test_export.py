@@ -116,7 +116,7 @@ def test_plain_weights_that_are_loaded():
     model, batches = build("mlp", dtype=torch.bfloat16)
     sparsify(model, 60, "id3", steps=STEPS)
     plain = copy.deepcopy(model.state_dict())
-    export = get_engine(model).source.exporter(model)
+    export = get_engine(model).exporter(model, "DeltaPublisher.update()")
     run_steps(model, batches[:4])
     assert_exported(export, model)
     torch.manual_seed(3)  # weights without entries: their deltas are rounded, the weights are as they came
@@ -130,7 +130,7 @@ def test_plain_weights_that_are_loaded():
 
 def test_a_run_that_is_extended():
     model, batches = sparsified("mlp", 60, steps=2)
-    export = get_engine(model).source.exporter(model)
+    export = get_engine(model).exporter(model, "DeltaPublisher.update()")
     run_steps(model, batches[:2])
     assert assert_exported(export, model).config["steps"] == 2
     extend(model, steps=20)
@@ -139,7 +139,7 @@ def test_a_run_that_is_extended():
 
 def test_a_module_that_was_cast():
     model, _ = sparsified("mlp", 60, "random")
-    export = get_engine(model).source.exporter(model)
+    export = get_engine(model).exporter(model, "DeltaPublisher.update()")
     assert_exported(export, model)
     model.second.bfloat16()  # its weight is the base's float32 value plus the delta, rounded once
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_negative_zeros_between_backward_and_step():
     with torch.no_grad():
         model.first.weight.fill_(-0.0)
     sparsify(model, 60, Strategy(D3(), Increment()), steps=2, target_modules=["first"])
-    export = get_engine(model).source.exporter(model)
+    export = get_engine(model).exporter(model, "DeltaPublisher.update()")
     model(**batches[0]).backward()
     version = assert_exported(export, model)
     assert version.tensors["first.weight"].values.signbit().all()
