@@ -22,7 +22,7 @@ from sparsify.training.engine import Engine
 from sparsify.training.install import install, uninstall
 from sparsify.training.plan import Plan, check_candidates, check_model, find_new, find_resized, mask_candidates
 from sparsify.training.quantized import check_possible, check_unchanged
-from sparsify.training.settings import extend as extend_run
+from sparsify.training.settings import extend_run
 from sparsify.training.state import trained_state_of
 from sparsify.training.summary import Summary, num_parameters, summarize
 from sparsify.training.weights import BaseWeights, Model

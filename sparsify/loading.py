@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsify.adapters.extensions import check_rebuilt, extend
+from sparsify.adapters.extensions import check_rebuilt, rebuild
 from sparsify.common.names import base_name, input_table, named_tensors
 from sparsify.delta.algebra import DeltaSum
 from sparsify.delta.entries import DTYPES, StrPath
@@ -156,7 +156,7 @@ def _from_pretrained(model_class: Any, name: str, delta: SparseDelta, kwargs: di
     keys = (key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"]))
     missing = {key: tensors[key] for key in keys if key in tensors} | resized
     shapes = {name: tuple(tensor.shape) for name, tensor in delta.whole.items()}
-    model = extend(model, delta.config, shapes).eval()
+    model = rebuild(model, delta.config, shapes).eval()
     tensors = named_tensors(model)
     settled = {id(tensors[name]) for name in shapes if name in tensors}
     settled |= {id(tensor) for name, tensor in tensors.items() if _PEFT_REPLACED in name.split(".")}

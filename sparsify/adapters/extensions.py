@@ -76,7 +76,7 @@ def check_rebuilt(config: Mapping[str, Any]) -> None:
             raise SparsifyError(f"the delta records {setting}: {_REMEDY}.")
 
 
-def extend(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+def rebuild(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     """Adds the modules in a delta's ``config`` to a base, uninitialised; all their tensors have to be in ``shapes``."""
     configs, settings = (config.get(key) for key in (PEFT_KEY, ADAPTERS_KEY))
     if not configs and not isinstance(settings, dict):

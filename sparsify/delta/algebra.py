@@ -30,7 +30,7 @@ from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.core.devices import put
 from sparsify.delta import patch_plan
 from sparsify.delta.checkpoint.reader import Checkpoint
-from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, one_of, require
+from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, check, one_of
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
 from sparsify.delta.patch_plan import Applicable, PatchPlan, new_values, plan_entries
 from sparsify.delta.quantized_delta import QuantizedDelta
@@ -129,7 +129,7 @@ class DeltaSum(Summable):
         Raises:
             SparsifyError: when the base is not that of the terms, or they do not fit together.
         """
-        require(kind in KINDS, "kind is", kind, one_of(KINDS))
+        check(kind in KINDS, "kind is", kind, one_of(KINDS))
         names = dict.fromkeys(name for _, delta in self.terms for name in delta.tensors)
         dense = self._dense(names)
         names = dict.fromkeys(name for name in names if name not in dense)
@@ -324,10 +324,10 @@ def merge_deltas(
         SparsifyError: when an argument is none of these.
     """
     factors = [finite(weight, "multiplied") for weight in (weights if weights is not None else [1.0] * len(deltas))]
-    require(method in METHODS, "method is", method, one_of(METHODS))
-    require(majority_sign_method in SIGN_METHODS, "majority_sign_method is", majority_sign_method, one_of(SIGN_METHODS))
-    require(0 < finite(density, "thinned out") <= 1, "density is", density, "a share, above 0 and at most 1")
-    require(len(factors) == len(deltas) > 0, "there are weights", factors, f"a weight for each of {len(deltas)} deltas")
+    check(method in METHODS, "method is", method, one_of(METHODS))
+    check(majority_sign_method in SIGN_METHODS, "majority_sign_method is", majority_sign_method, one_of(SIGN_METHODS))
+    check(0 < finite(density, "thinned out") <= 1, "density is", density, "a share, above 0 and at most 1")
+    check(len(factors) == len(deltas) > 0, "there are weights", factors, f"a weight for each of {len(deltas)} deltas")
     merged = DeltaMerge(tuple(zip(factors, deltas, strict=True)))
     merged.method, merged.density, merged.sign_method, merged.seed = method, density, majority_sign_method, seed
     return merged

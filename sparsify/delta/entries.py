@@ -47,20 +47,20 @@ class TensorDelta:
 
     def __post_init__(self) -> None:
         indices, values, dtypes = self.indices, self.values, DTYPES.values()
-        require(self.kind in KINDS, "kind is", self.kind, one_of(KINDS))
-        require(self.dtype in dtypes, "dtype is", self.dtype, one_of(dtypes))
-        require(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
+        check(self.kind in KINDS, "kind is", self.kind, one_of(KINDS))
+        check(self.dtype in dtypes, "dtype is", self.dtype, one_of(dtypes))
+        check(indices.dtype == torch.int64, "indices are", indices.dtype, "torch.int64")
         fits = values.dtype in dtypes and (self.kind == "add" or values.dtype == self.dtype)
-        require(fits, "values are", values.dtype, f"the base's {self.dtype} for kind {self.kind!r}")
+        check(fits, "values are", values.dtype, f"the base's {self.dtype} for kind {self.kind!r}")
         if indices.dim() != 1 or values.shape != indices.shape or not self.count:
             shapes = f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}"
             raise SparsifyError(f"{shapes}, expected one dimension, equally long, with at least one entry")
         sha, scheme = self.base_sha256, self.quantization
-        require(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
+        check(is_text("[0-9a-f]{64}", sha), "base_sha256 is", sha, "64 lower-case hex digits")
         fits = scheme is None or is_text("[ -~]{1,100}", scheme)
-        require(fits, "quantization is", scheme, "None, or 1 to 100 characters of printable ASCII")
+        check(fits, "quantization is", scheme, "None, or 1 to 100 characters of printable ASCII")
         for device in (indices.device, values.device):
-            require(device.type == "cpu", "indices or values are on", device, "both on cpu")
+            check(device.type == "cpu", "indices or values are on", device, "both on cpu")
         if bool((indices[1:] <= indices[:-1]).any()):
             raise SparsifyError("indices are not strictly increasing")
         if not 0 <= int(indices[0]) <= int(indices[-1]) < math.prod(self.shape):
@@ -138,7 +138,7 @@ def decode_indices(stored: Tensor, count: int) -> Tensor:
     return indices
 
 
-def require(fits: bool, what: str, found: object, expected: str) -> None:
+def check(fits: bool, what: str, found: object, expected: str) -> None:
     """Raises for a part that is other than expected, whose text may come from a file."""
     if not fits:
         raise SparsifyError(f"{what} {found!r:.120}, expected {expected}")

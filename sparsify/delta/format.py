@@ -25,7 +25,7 @@ from torch import Tensor
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import check_names
 from sparsify.delta import entries
-from sparsify.delta.entries import DTYPES, Config, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, require
+from sparsify.delta.entries import DTYPES, Config, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, check
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
 FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
@@ -293,9 +293,9 @@ def _restore(name: str, record: Any, stored: Mapping[str, Tensor]) -> TensorDelt
         is_list = isinstance(shape, list) and len(shape) <= _MAX_DIMS
         is_shape = is_list and all(type(size) is int and 0 <= size <= _MAX_NUMEL for size in shape)
         is_shape = is_shape and math.prod(shape) <= _MAX_NUMEL
-        require(is_shape, "`shape` is", shape, f"a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
-        require(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, entries.one_of(DTYPES))
-        require(type(count) is int, "`count` is", count, "an integer")
+        check(is_shape, "`shape` is", shape, f"a list of at most {_MAX_DIMS} sizes, with fewer than 2^63 entries")
+        check(isinstance(dtype, str) and dtype in DTYPES, "`dtype` is", dtype, entries.one_of(DTYPES))
+        check(type(count) is int, "`count` is", count, "an integer")
         indices, values = entries.decode_indices(stored[f"{name}.indices"], count), stored[f"{name}.values"]
         kind, sha, quantization = record.get("kind", "replace"), record["base_sha256"], record.get("quantization")
         return TensorDelta(indices, values, tuple(shape), DTYPES[dtype], kind, sha, quantization)

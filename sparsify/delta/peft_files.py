@@ -27,7 +27,7 @@ from sparsify.common.names import near_names, tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import open_base, read_header, read_json
-from sparsify.delta.entries import DTYPES, Base, Config, DeltaParts, StrPath, TensorDelta, one_of, require
+from sparsify.delta.entries import DTYPES, Base, Config, DeltaParts, StrPath, TensorDelta, check, one_of
 from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
 
@@ -173,9 +173,9 @@ def _entries(
         found = f"values of shape {tuple(values.shape)}, where the adapter's config has {places:,} for shape {shape}"
         raise BaseMismatchError(f"layer `{layer}` has {found}: give the base that it was trained on.")
     try:
-        require(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
+        check(values.dtype in DTYPES.values(), "values are", values.dtype, one_of(DTYPES.values()))
         expected, given = (places,) if is_flat else (2, places), tuple(stored.shape)
-        require(given == expected, "indices have shape", given, f"{expected} for {places:,} values")
+        check(given == expected, "indices have shape", given, f"{expected} for {places:,} values")
         indices, owners = _positions(stored, (math.prod(shape),) if is_flat else shape).unique(return_inverse=True)
         base = weight.detach().take(indices.to(weight.device)).cpu()
         differences = values.to(torch.promote_types(base.dtype, torch.float32))
@@ -195,7 +195,7 @@ def _entries(
 def _positions(stored: Tensor, sizes: Sequence[int]) -> Tensor:
     """The flat positions (count,) int64 of stored indices, checked to be within the sizes that they are of."""
     expected = (torch.int32, torch.int64, torch.float32)  # the last is PEFT's on Windows
-    require(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
+    check(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
     if stored.is_floating_point() and not torch.equal(stored, stored.round()):
         raise SparsifyError("indices are no whole numbers")
     positions = torch.zeros(stored.shape[-1], dtype=torch.int64)

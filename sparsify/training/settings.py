@@ -73,7 +73,7 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     return saved
 
 
-def extend(engine: Engine, budget: int | float | None, steps: int | None, optimizer: Optimizer | None) -> None:
+def extend_run(engine: Engine, budget: int | float | None, steps: int | None, optimizer: Optimizer | None) -> None:
     if budget is not None and not isinstance(engine.strategy.selection, (Increment, Repeat)):
         problem = f"extend(budget={budget!r}) with {engine.strategy.selection}: its entries were chosen before training"
         learned = "SparseDelta.from_model(model).apply(base), then sparsify(base, ...)"
