@@ -154,7 +154,15 @@ def test_a_run_resumed_from_a_checkpoint_of_the_trained_state_is_the_uninterrupt
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # transformers 4 sets it for good
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make, arguments = CASES[case][0], {"max_steps": 4, **CASES[case][1]}
-    expected = outcome(run_trainer(make(), tmp_path, **arguments))
+
+    def train(resume=None):
+        model, own = make(), {}
+        if case == "a new head":  # at a rate of its own
+            groups = [{"params": [model.sparse_values]}, {"params": model.classifier.parameters(), "lr": 5e-2}]
+            own["optimizers"] = torch.optim.AdamW(groups, lr=1e-2), None
+        return outcome(run_trainer(model, tmp_path, resume=resume, **own, **arguments))
+
+    expected = train()
     half, _ = sorted(tmp_path.iterdir())
     assert {path.name for path in half.iterdir()} == FILES
     state = load_file(half / "model.safetensors")
@@ -162,7 +170,7 @@ def test_a_run_resumed_from_a_checkpoint_of_the_trained_state_is_the_uninterrupt
     assert {name for name, value in state.items() if value.numel()} == STATE | head
     (frozen,) = state.keys() - STATE - head  # it is empty
     assert frozen in dict(make().named_parameters())
-    assert_same(outcome(run_trainer(make(), tmp_path, resume=str(half), **arguments)), expected)
+    assert_same(train(resume=str(half)), expected)
     assert "missing keys" not in caplog.text
     assert "unexpected keys" not in caplog.text
 
