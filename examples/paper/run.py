@@ -57,6 +57,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     recipe.add_argument("--decay", nargs="+", choices=("constant", "linear"), help="of the learning rate")
     recipe.add_argument("--warmup", nargs="+", type=float, help="share of the steps")
     recipe.add_argument("--head-rate", nargs="+", type=float, help="of the new head, where it is not that of the rest")
+    recipe.add_argument("--beta2", nargs="+", type=float, help="of AdamW")
     recipe.add_argument("--candidates", nargs="+", choices=("all", "linear"))
     recipe.add_argument("--exp", nargs="+", type=float)
     recipe.add_argument("--eps", nargs="+", type=float)

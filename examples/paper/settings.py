@@ -24,6 +24,7 @@ class Settings:
         every: steps from one selection to the next.
         decay: of the learning rate: ``"constant"``, or ``"linear"`` to 0.
         warmup: share of the steps in which the rate rises from 0.
+        beta2: AdamW's, of the mean of the squared gradients.
         candidates: ``"all"``, or ``"linear"``: the encoder's linear layers alone.
         exp, eps: of D3.
         judged: judge on so many rows of each set; ``None``: all.
@@ -57,6 +58,7 @@ class Settings:
     with_test: bool = False
     target_length: int | None = None
     head_rate: float | None = None
+    beta2: float = 0.999
 
     @property
     def key(self) -> str:

@@ -11,7 +11,7 @@ from examples.paper.runs import Run
 from examples.paper.significance import Difference, anova, interval, paper_difference, rivals, strict_difference
 from examples.paper.tasks import TASKS
 
-RECIPE = ("head", "shape", "until", "every", "decay", "warmup", "head_rate", "candidates", "exp", "eps")
+RECIPE = ("head", "shape", "until", "every", "decay", "warmup", "head_rate", "beta2", "candidates", "exp", "eps")
 
 
 def report(runs: Iterable[Run], method: str) -> str:

@@ -104,7 +104,7 @@ def train(loaded: Experiment, settings: Settings) -> tuple[list[dict[str, Any]],
     rest = [parameter for name, parameter in named if not _is_of_head(name, loaded)]
     parameters, head_rate = [*rest, *head], settings.rate if settings.head_rate is None else settings.head_rate
     groups = [{"params": rest}, {"params": head, "lr": head_rate}]
-    optimizer = torch.optim.AdamW(groups, settings.rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, settings.rate, (0.9, settings.beta2), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
     device, found, losses = parameters[0].device, [], []
     torch.manual_seed(settings.seed)  # dropout, whatever the method has drawn
