@@ -117,7 +117,7 @@ class SelectorFactory:
             topk = TopK(number, values.dtype, values.device)
             return rank_by_scores(policy.tensors, policy.importance, topk, f"{self._seed}:{policy.entries.step}")
         if self._ranking is None:  # masked entries never change, so one ranking serves all steps
-            is_drawn = isinstance(policy.importance, Random)  # a draw is the same only for the same number of the same
+            is_drawn = isinstance(policy.importance, Random)  # all at once, so that a resumed run draws the same
             topk = TopK(policy.budget - (policy.kept if is_drawn else unmasked), values.dtype, values.device)
             ranking = rank_by_scores(policy.tensors, policy.importance, topk, str(self._seed), masked_only=not is_drawn)
             self._ranking = unmasked, ranking[torch.isin(ranking, policy.entries.ids.to(ranking), invert=True)]
