@@ -86,7 +86,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, lr_help: str, lr: fl
     training.add_argument("--steps", type=int, help="stop after this many; instead of --epochs")
     training.add_argument("--batch-size", type=int, default=16)
     training.add_argument("--lr", type=float, default=lr, help=lr_help)
-    training.add_argument("--head-lr", type=float, help="of the new head; default: 5 times --lr")
+    training.add_argument("--head-lr", type=float, default=5e-3, help="of the new head")
     # a falling rate starves entries that are unmasked late, as with --schedule uniform
     training.add_argument("--lr-schedule", choices=("constant", "linear"), default="linear")
     training.add_argument("--seed", type=int, default=0)
@@ -191,10 +191,9 @@ def load_task(arguments: argparse.Namespace) -> Task:
 
 
 def parameter_groups(model: torch.nn.Module, arguments: argparse.Namespace) -> list[dict]:
-    """What is trained, a group for each parameter: a new head learns well at a higher rate than chosen entries."""
-    head_lr = 5 * arguments.lr if arguments.head_lr is None else arguments.head_lr
+    """What is trained, a group for each parameter: a new head learns well at a higher rate than chosen entries do."""
     return [
-        {"params": [parameter], "lr": arguments.lr if set(HEADS).isdisjoint(name.split(".")) else head_lr}
+        {"params": [parameter], "lr": arguments.lr if set(HEADS).isdisjoint(name.split(".")) else arguments.head_lr}
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

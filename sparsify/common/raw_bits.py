@@ -16,7 +16,7 @@ def as_bits(values: Tensor) -> Tensor:
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256, in hex, of a tensor's values as the bytes of its dtype, as they lie in memory."""
+    """SHA-256, in hex, of a tensor's values, by their bytes in memory."""
     as_bytes = values.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
     sha256 = hashlib.sha256()
     for part in as_bytes.split(1 << 24):

@@ -1,7 +1,7 @@
 """The plan of a sparsified model: everything that its engine is built from, settled before the model is changed.
 
 New parameters are those that the base does not have, such as LoRA's matrices, adapters, or a new head; a delta stores
-them whole.
+them whole. What came after the plan, and trains all the same, is found by ``find_unheld``.
 """
 
 import re
