@@ -64,7 +64,8 @@ LORAS: dict[str, dict[str, Any]] = {  # PEFT's options; the rank is by the budge
     "dora-1": {"r": 1, "use_dora": True}, "dora-8": {"r": 8, "use_dora": True},
 }  # fmt: skip
 COLUMNS = ("standard error", "seeds", "numbers", "GB", "MB")
-METHODS = ["none", "full", *LORAS, "lora+random", "shira", "supertuning", *STRATEGIES, *RULES]
+BESIDE_LORA = {"lora+random": 1, "lora+random-3": 3}  # the entries' rate, in terms of the LoRA's
+METHODS = ["none", "full", *LORAS, *BESIDE_LORA, "shira", "supertuning", *STRATEGIES, *RULES]
 
 
 class Bed:
@@ -156,7 +157,7 @@ def prepare(model: nn.Module, bed: Bed, settings: Settings) -> nn.Module:
         options = {"r": max(1, round((settings.budget or 0) / _rank_size(model, settings))), **LORAS[method]}
         lora = peft.LoraConfig("CAUSAL_LM", lora_alpha=options["r"], target_modules=targets, **options)
         return peft.get_peft_model(model, lora)
-    if method == "lora+random":  # half of the budget each, at one rate
+    if method in BESIDE_LORA:  # half of the budget each
         from sparsify.peft import SparseConfig
 
         rank = max(1, round((settings.budget or 0) / _rank_size(model, settings) / 2))
@@ -220,17 +221,20 @@ def run(bed: Bed, settings: Settings) -> Run:
 
 
 def train(model: nn.Module, batches: Iterator[Batch], settings: Settings) -> list[float]:
-    """AdamW, the rate falling linearly to 0; returns the loss of each step."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """AdamW, the rates falling linearly to 0; returns the loss of each step."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lora = [parameter for name, parameter in trained.items() if "lora_" in name]
+    rest = [parameter for name, parameter in trained.items() if "lora_" not in name]
+    groups = [{"params": lora}, {"params": rest, "lr": settings.rate * BESIDE_LORA.get(settings.method, 1)}]
     steps, losses = settings.steps or 0, []
-    optimizer = torch.optim.AdamW(parameters, settings.rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, settings.rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(settings, steps))
     torch.manual_seed(settings.seed)
     model.train()
     for batch in islice(batches, steps):
         loss = answer_loss(model, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

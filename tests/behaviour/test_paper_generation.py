@@ -210,8 +210,12 @@ def test_runs_are_kept_and_compared_by_row(llama, tmp_path, capsys):
     assert llama not in first
     language.main([*options, "--candidates", "qv", "--methods", "lora", "random", "--jobs", "2"])
     assert path.read_text().count("\n") == len(RULES) + 2
-    language.main([*options, "--methods", "lora+random", "--budget", str(size := 4 * lines["lora-1"]["trained"])])
-    assert [*runs.read(path).values()][-1]["trained"] == size
+    size = 4 * lines["lora-1"]["trained"]
+    language.main([*options, "--methods", "lora+random", "lora+random-3", "--budget", str(size)])
+    one_rate, two_rates = [*runs.read(path).values()][-2:]
+    assert one_rate["trained"] == two_rates["trained"] == size
+    assert one_rate["training_losses"][0] == two_rates["training_losses"][0]
+    assert one_rate["training_losses"] != two_rates["training_losses"]
     language.main(["--results", str(path), "--table"])
     assert f"### {Path(llama).name}, qv, 3 steps of 2 rows, 4 held-out rows" in capsys.readouterr().out
 
