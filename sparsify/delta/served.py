@@ -1,6 +1,6 @@
 """Where an inference engine keeps the entries of a checkpoint's tensors, asked of the engine's own loader of weights.
 
-    delta --Layout--> entries of stored tensors --Window--> entries of the engine's memory
+    delta --Layout--> entries of stored tensors --LoaderCopy--> entries of the engine's memory
 
 The loader gets tensors of the meta device: what it copies into the engine's memory is the geometry of a view, and is
 recorded instead of written. So tensors that are fused, padded or sharded need no table here.
@@ -51,8 +51,8 @@ class ServedModel(nn.Module):
         memory = {part.untyped_storage().data_ptr(): name for name, part in parts if part.numel()}  # by address
         layouts = {name: stored.copies(name, stored.layout(name)) for name in targets if name not in self._tensors}
         keys = {key for own in layouts.values() for layout in own for key in layout.keys}
-        windows = self._ask_loader(keys, memory) if keys else {}
-        self._tensors |= {name: ServedTensor(name, self, own, windows) for name, own in layouts.items()}
+        recorded = self._ask_loader(keys, memory) if keys else {}
+        self._tensors |= {name: ServedTensor(name, self, own, recorded) for name, own in layouts.items()}
         found = {name: self._tensors[name] for name in targets}
         first_names = {tensor.origin: name for name, tensor in reversed(found.items())}
         for name, tensor in found.items():
@@ -63,23 +63,23 @@ class ServedModel(nn.Module):
                 raise SparsifyError(f"the engine has moved `{name}` to other memory since: start it anew.")
         return found
 
-    def _ask_loader(self, keys: set[str], memory: dict[int, str]) -> "dict[str, list[Window]]":
+    def _ask_loader(self, keys: set[str], memory: dict[int, str]) -> "dict[str, list[LoaderCopy]]":
         shapes = {key: self.checkpoint.stored[key].shape for key in sorted(keys)}
         tensors = {key: torch.empty(shape, dtype=self._dtype, device="meta") for key, shape in shapes.items()}
-        survey, loader = _Survey(tensors, memory), self._model[0]
+        recorder, loader = _Recorder(tensors, memory), self._model[0]
         try:
-            with torch.inference_mode(False), torch.no_grad(), survey:
+            with torch.inference_mode(False), torch.no_grad(), recorder:
                 loader.load_weights(list(tensors.items()))  # type: ignore[operator]
         except SparsifyError:
             raise
         except Exception as error:  # of the engine's code for hundreds of models
-            problem = f"the engine's loader fails after `{survey.last}` ({type(error).__name__}: {brief(error)})"
+            problem = f"the engine's loader fails after `{recorder.last}` ({type(error).__name__}: {brief(error)})"
             raise BaseMismatchError(f"{problem}: it may have packed the weights. Serve them unquantized.") from error
-        return survey.windows
+        return recorder.recorded
 
 
-class Window(NamedTuple):
-    """A part of a stored tensor, by its geometry there, and where its entries are in the engine's memory."""
+class LoaderCopy(NamedTuple):
+    """What the loader copies of a stored tensor, by its geometry there, and where it is in the engine's memory."""
 
     memory: Tensor  # (n,) all of a parameter's storage
     dims: list[tuple[int, int, int]]  # size, stride in the stored tensor, stride in memory; strides descend
@@ -87,8 +87,8 @@ class Window(NamedTuple):
     start: int  # of the first entry in memory
 
     @classmethod
-    def of(cls, target: Tensor, source: Tensor) -> "Window | None":
-        """The window of a copy of ``source`` into ``target``; ``None`` where an entry goes to several places."""
+    def of(cls, target: Tensor, source: Tensor) -> "LoaderCopy | None":
+        """Of a copy of ``source`` into ``target``; ``None`` where an entry goes to several places."""
         every = sorted(zip(source.shape, source.stride(), target.stride(), strict=True), key=lambda dim: -dim[1])
         dims, reach = list[tuple[int, int, int]](), 0
         for size, stride, step in reversed([dim for dim in every if dim[0] != 1]):
@@ -140,11 +140,11 @@ class ServedTensor:
 
     device = torch.device("cpu")
 
-    def __init__(self, name: str, model: ServedModel, layouts: list[Layout], windows: dict[str, list[Window]]) -> None:
-        self._name, self._model, self._layouts, self._windows = name, model, layouts, windows
+    def __init__(self, name: str, model: ServedModel, layouts: list[Layout], made: dict[str, list[LoaderCopy]]) -> None:
+        self._name, self._model, self._layouts, self._copies = name, model, layouts, made
         self.shape, self.dtype = layouts[0].shape, model.checkpoint.dtype(layouts[0])
         self.origin = layouts[0].windows[0].key, layouts[0].windows[0].place.storage_offset()
-        memories = [window.memory for layout in layouts for key in layout.keys for window in windows[key]]
+        memories = [copy.memory for layout in layouts for key in layout.keys for copy in made[key]]
         self.addresses = {memory.untyped_storage().data_ptr() for memory in memories}
         self._is_as_stored = all(memory.dtype == self.dtype for memory in memories)
         self._last: tuple[Tensor | None, list[Place]] = None, []
@@ -182,22 +182,22 @@ class ServedTensor:
         if indices is None or indices is not self._last[0]:
             every, places = torch.arange(self.shape.numel()) if indices is None else indices, []
             for part in (part for layout in self._layouts for part in layout.locate(every)):
-                for window in self._windows[part.key]:
-                    numbers, positions = window.locate(part.indices)
+                for copy in self._copies[part.key]:
+                    numbers, positions = copy.locate(part.indices)
                     entries = numbers if isinstance(part.entries, slice) else part.entries[numbers]
-                    places.append(Place(window.memory, positions.to(window.memory.device), entries))
+                    places.append(Place(copy.memory, positions.to(copy.memory.device), entries))
             self._last = indices, places
         return self._last[1]
 
 
-class _Survey(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Records what a loader copies into a model's memory, and carries out no write to that."""
 
     def __init__(self, tensors: dict[str, Tensor], memory: dict[int, str]) -> None:
         super().__init__()
         self._keys = {tensor.untyped_storage()._cdata: key for key, tensor in tensors.items()}
         self._memory, self.last = memory, ""  # the stored tensor that the loader has turned to
-        self.windows: dict[str, list[Window]] = {key: [] for key in tensors}
+        self.recorded: dict[str, list[LoaderCopy]] = {key: [] for key in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -218,13 +218,13 @@ class _Survey(TorchDispatchMode):
         return args[0] if own or (any(keys) and func in _COPIES) else func(*args, **kwargs or {})
 
     def _record(self, target: Tensor, source: Tensor, own: str | None) -> None:
-        window = Window.of(target, source.expand(target.shape))
-        if own is None or window is None:
+        copy = LoaderCopy.of(target, source.expand(target.shape))
+        if own is None or copy is None:
             where = "to other memory than the model's" if own is None else "of single entries to several places"
             raise self._refusal(f"a copy {where}")
         if not target.dtype.is_floating_point or target.itemsize < 2:
             raise self._refusal(f"a copy to {target.dtype}, so the model is quantized")
-        self.windows[self.last].append(window)
+        self.recorded[self.last].append(copy)
 
     def _refusal(self, how: str) -> BaseMismatchError:
         problem = f"the engine's loader does more to `{self.last}` than to move its values: {how}"

@@ -9,7 +9,7 @@ from engines import Engine, llama, start
 from models import train
 
 from sparsify import DeltaPublisher, DeltaSubscriber, DeltaSwitch, SparseDelta, sparsify
-from sparsify.delta.served import ServedModel, Window
+from sparsify.delta.served import LoaderCopy, ServedModel
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 
@@ -110,7 +110,7 @@ def test_tied_heads_are_one_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_windows_find_the_entries_of_any_view(seed):
+def test_recorded_copies_find_the_entries_of_any_view(seed):
     torch.manual_seed(seed)
     source, memory = torch.arange(120).view(6, 20), torch.zeros(200, dtype=torch.int64)
     view, order = source.view(2, 3, 4, 5).permute(*torch.randperm(4).tolist()), torch.randperm(4).tolist()
@@ -118,8 +118,8 @@ def test_windows_find_the_entries_of_any_view(seed):
         view = view.narrow(dim, 0, int(torch.randint(1, view.shape[dim] + 1, ())))
     target = memory[8 : 8 + view.numel()].view([view.shape[dim] for dim in order])
     target = target.permute(*torch.tensor(order).argsort())
-    window, indices = Window.of(target, view), torch.randperm(120)[:50].sort().values
-    numbers, positions = window.locate(indices)
+    copy, indices = LoaderCopy.of(target, view), torch.randperm(120)[:50].sort().values
+    numbers, positions = copy.locate(indices)
     target.copy_(view)
     assert memory[positions].equal(indices[numbers])
     assert len(positions) == int(torch.isin(indices, view.reshape(-1)).sum())
