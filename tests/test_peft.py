@@ -657,6 +657,38 @@ def test_merges_are_taken_out_bit_for_bit_and_merged_or_unloaded_it_is_plain(how
         sparsify(plain.requires_grad_(True), 5, "id3", steps=1)
 
 
+def test_a_second_adapter_is_active_where_pefts_own_would_be(base, tmp_path):
+    for name, strategy in (("one", "pafi"), ("two", "random")):
+        adapted(base, strategy=strategy).save_pretrained(tmp_path / name)
+    one, two = (PeftModel.from_pretrained(base(), tmp_path / name) for name in ("one", "two"))
+    model = base()
+    model.load_adapter(tmp_path / "one", "one")  # transformers'
+    model.load_adapter(tmp_path / "two", "two")
+    assert model.active_adapters() == ["two"]
+    assert same(two, model)
+    model = base()
+    PeftModel.from_pretrained(model, tmp_path / "one", adapter_name="one")
+    assert same(PeftModel.from_pretrained(model, tmp_path / "two", adapter_name="two"), two)
+    trained = get_peft_model(model, config(strategy="random"), "three")
+    train(trained)
+    assert same(trained, two)
+    trained.set_adapter("one")
+    assert same(trained, one)
+
+
+def test_a_merge_of_another_adapter_is_taken_out_for_the_active_one(base, tmp_path):
+    for name, strategy in (("one", "pafi"), ("two", "random")):
+        adapted(base, strategy=strategy).save_pretrained(tmp_path / name)
+    model = PeftModel.from_pretrained(base(), tmp_path / "one", adapter_name="one")
+    before = logits(model)
+    model.load_adapter(tmp_path / "two", "two")
+    model.merge_adapter(["two"])
+    assert same(model, PeftModel.from_pretrained(base(), tmp_path / "two"))
+    model.unmerge_adapter()
+    assert model.active_adapter == "one"
+    assert torch.equal(logits(model), before)
+
+
 def test_a_lora_that_does_not_go_with_entries_is_refused_by_name(base):
     for wrong, text in [
         ({"use_dora": True}, r"lora=LoraConfig\(use_dora=True\) does not go with sparse entries; expected .*_alpha"),

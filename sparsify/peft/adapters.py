@@ -159,13 +159,14 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
         if safe_merge and not all(parameter.isfinite().all() for parameter in own):
             raise SparsifyError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")  # PEFT's
         if names and adapter_names:
-            self.set_adapter(names)
+            self._show(name)
         self.merged_adapters += names  # whose values the weights hold anyway
 
     def unmerge(self) -> None:
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         self._take_out()
+        self.set_adapter(self.active_adapters)
 
     def keep_merged(self) -> None:
         """Keeps the weights into which a LoRA is about to be merged: to subtract it would not be exact."""

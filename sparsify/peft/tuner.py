@@ -30,7 +30,7 @@ class SparseModel(BaseTuner):
     _create_and_replace: Any = None  # which only PEFT's inject_adapter() calls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Adds an adapter; a model's first one is active. If that fails, the model is what it was."""
+        """Adds an adapter; a new tuner's first one is active. If that fails, the model is what it was."""
         config: Any = self.peft_config[adapter_name]
         names = [name for name in config.modules_to_save or () if name not in _PEFTS_HEADS]
         match_modules(model, names or None, "modules_to_save")
@@ -49,13 +49,13 @@ class SparseModel(BaseTuner):
             if not hasattr(model, LAYER):
                 model.add_module(LAYER, SparseAdapters(model))
             layer: SparseAdapters = getattr(model, LAYER)
-            is_first = not layer.sparse_values
+            is_active = adapter_name in self.active_adapters
             heads: Any = replace(config, trainable_token_indices=None)  # whose rows are entries here
             set_additional_trainable_modules(
                 model=model, peft_config=heads, model_config=self.get_model_config(model), adapter_name=adapter_name,
-                activate_adapter=is_first,
+                activate_adapter=is_active,
             )  # fmt: skip
-            layer.add(adapter_name, config, active=is_first)
+            layer.add(adapter_name, config, active=is_active)
         except BaseException:
             for module, own in children.items():  # without the layer, and PEFT's wrappers
                 module._modules = own
