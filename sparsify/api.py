@@ -25,7 +25,7 @@ from sparsify.training.quantized import check_possible, check_unchanged
 from sparsify.training.settings import extend_run
 from sparsify.training.state import trained_state_of
 from sparsify.training.summary import Summary, num_parameters, summarize
-from sparsify.training.weights import BaseWeights, Model
+from sparsify.training.weights import BaseWeights, Model, check_trained
 
 
 def sparsify(
@@ -90,7 +90,7 @@ def sparsify(
         strategy, schedule, target_modules = recommend(model, schedule, target_modules, modules_to_save)
     strategy = strategy if strategy == "full" else strategies.resolve_strategy(strategy)
     schedule = strategies.resolve_schedule("uniform" if schedule is None else schedule)
-    strategies.check_steps(steps)
+    steps = strategies.check_steps(steps)
     _check_calibration(strategy, calibration, loss_fn)
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save, trainable_token_indices)
     if not isinstance(strategy, Strategy):
@@ -145,6 +145,7 @@ def desparsify(model: Model, *, dequantize: bool = False) -> Model:
         'Linear'
     """
     engine = get_engine(model)
+    check_trained(engine, "desparsify()")
     if engine.sharded:
         raise SparsifyError("a sharded model cannot be turned back; apply its SparseDelta to a plain base.")
     engine.refresh()

@@ -2,12 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from models import MLP, sparsified
 from torch import nn
 
 from sparsify import D3, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
+from sparsify.api import trained_state
 from sparsify.common.raw_bits import digest
 from sparsify.strategies.strategy import Repeat, Strategy
 
@@ -145,3 +147,31 @@ def test_random_entries_depend_on_the_seed_and_the_name_alone():
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
     assert drawn(1)[0] != drawn(1)[1], "equal shapes do not get equal masks"
+
+
+def test_gradients_of_before_are_gone_from_what_is_frozen_then():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    before = copy.deepcopy(model)
+    model(torch.randn(4, 8)).square().sum().backward()
+    sparsify(model, 10, "id3", steps=2, target_modules=["0"])
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert all(torch.equal(own, model.get_parameter(name)) for name, own in before.named_parameters())
+
+
+def test_steps_may_be_numpys_and_a_linear_layers_input_may_be_named():
+    model = sparsify(nn.Linear(8, 8), 10, "id3", steps=np.int64(3))
+    model(input=torch.randn(2, 8)).sum().backward()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    model.load_state_dict(trained_state(model))
+    assert type(get_engine(model).steps) is int
+
+
+def test_desparsify_inside_of_base_weights_is_refused_and_loses_nothing():
+    model, batches = sparsified("mlp", 10, "random")
+    model(**batches[0]).backward()
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    trained = copy.deepcopy(model.state_dict())
+    with base_weights(model), pytest.raises(SparsifyError, match=r"desparsify\(\) inside base_weights\(\)"):
+        desparsify(model)
+    assert all(torch.equal(own, trained[name]) for name, own in model.state_dict().items())

@@ -27,19 +27,19 @@ class MaskedLinearModule(MaskedModule):
 
     transposed: ClassVar[bool] = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Returns the plain layer's output (..., out) for an input (..., in)."""
         if torch.compiler.is_dynamo_compiling():
             tensor = next(iter(self._masked_tensors.values()))
-            return tensor.collector.compiled.linear(self, x, self.transposed)
+            return tensor.collector.compiled.linear(self, input, self.transposed)
         parameters, use = count_use(self)
         weight, bias = parameters["weight"], parameters.get("bias")
         masked = self._masked_tensors.get("weight")
         if use is None and (masked is None or not weight.requires_grad):
-            return linear(x, weight, bias, self.transposed)
-        dtype = autocast_dtype(x)
-        short = x if dtype is None else x.to(dtype)
-        with next(iter(self._masked_tensors.values())).collector.saving(x, short, always=use is not None):
+            return linear(input, weight, bias, self.transposed)
+        dtype = autocast_dtype(input)
+        short = input if dtype is None else input.to(dtype)
+        with next(iter(self._masked_tensors.values())).collector.saving(input, short, always=use is not None):
             if use is None:  # the weight is a tap
                 return linear(short, weight, bias, self.transposed)
             return run_linear(short, weight, bias, LinearCall(use, masked, dtype, self.transposed))

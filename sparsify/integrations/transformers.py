@@ -99,10 +99,12 @@ class SparsifyCallback(TrainerCallback):
             extend(model, steps=state.max_steps, optimizer=event["optimizer"])
         if not state.global_step:
             _warn_of_earlier_run(engine, state.max_steps)
+        earlier = max(0, engine.step - state.global_step)  # steps of earlier runs
+        planned = state.max_steps + (earlier if engine.unmasked < engine.budget else 0)
         if engine.steps is None or (engine.steps == engine.found_steps and not state.global_step):
-            engine.policy.steps = engine.found_steps = state.max_steps
+            engine.policy.steps = engine.found_steps = planned
             engine.extended_at = engine.unmasked
-        elif engine.steps != state.max_steps:
+        elif engine.steps not in (state.max_steps, earlier + state.max_steps):
             text = f"sparsify(), or the run that is resumed, has steps={engine.steps:,}, and the Trainer makes "
             text += f"{state.max_steps:,}: entries are unmasked by the former. Leave steps out to use the Trainer's;"
             warnings.warn(f"{text} to resume with more steps, pass SparsifyCallback(extend=True).", stacklevel=2)

@@ -34,6 +34,7 @@ LOST = (
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _OF_GRADIENTS = (torch.autograd.grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _SWITCHES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_RECORDED = {"_weight_norm", "_grouped_mm"}  # private functions, and autograd records them all the same
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # the properties that autograd records
 # methods that concern the parameter itself, or that autograd does not record, beside private ones and is_...()
 _OF_ITSELF = {
@@ -136,7 +137,7 @@ def _kind(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         is_view = name == "__get__" and getattr(func, "__self__", func).__name__ in _VIEWS
         return "recorded" if is_view else "of itself"
-    is_private = name.startswith("_") and not (is_operator or name.startswith("_foreach_"))
+    is_private = name.startswith("_") and not (is_operator or name.startswith("_foreach_") or name in _RECORDED)
     if name in _OF_ITSELF or name.startswith("is_") or is_private:
         return "of itself"
     in_place = name.startswith(("__i", "__set")) if is_operator else name.endswith("_")

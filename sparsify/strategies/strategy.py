@@ -335,9 +335,10 @@ def share_out(budget: int, candidates: Sequence[int]) -> list[int]:
     return counts
 
 
-def check_steps(steps: int | None) -> None:
+def check_steps(steps: int | None) -> int | None:
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
         raise SparsifyError(f"steps={steps!r}; expected the planned number of optimizer steps, an int of at least 1.")
+    return None if steps is None else int(steps)
 
 
 def resolve_capacity(

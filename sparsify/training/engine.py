@@ -100,6 +100,7 @@ class Engine(TrainingStep):
         self.__dict__.update(state, _lock=threading.RLock(), _forwards=Forwards())
         self.shared_tap = self._forwards.tap
         listen(self)
+        optimizer_steps.watch()
 
     def start(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""

@@ -36,6 +36,8 @@ def install(plan: Plan) -> None:
             engine.root_anchor()
             mark_trainable(model)
         engine.start(plan.selected)
+        for parameter in (*(tensor.parameter for tensor in engine.tensors), *plan.targets.frozen.values()):
+            parameter.grad = None  # of a backward pass before: clipping would count it, and an optimizer step by it
     except BaseException:  # out of memory, or an interrupt
         with uninterrupted():
             if vars(model).get(ENGINE) is engine:

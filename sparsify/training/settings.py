@@ -33,9 +33,9 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.policy.schedule
     shapes = [(t.name, tuple(t.shape), *([] if t.rows is None else [t.rows])) for t in engine.tensors]
-    names = hashlib.sha256(repr(shapes).encode()).hexdigest()
-    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
-    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
+    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {_digest(shapes)}"
+    dense = f"{len(engine.dense_names)} parameters, digest {_digest(engine.dense_names)}"
+    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates, "modules_to_save": dense}
     if isinstance(strategy.selection, Increment):
         settings["schedule"] = {"name": schedule.shape, "every": schedule.every, "until": schedule.until}
         settings["steps"] = engine.steps
@@ -46,6 +46,10 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
         settings["seed"] = engine.seed
     return settings
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def record_settings(engine: Engine) -> Tensor:
@@ -84,7 +88,7 @@ def extend_run(engine: Engine, budget: int | float | None, steps: int | None, op
     kept = engine.policy.kept
     new_budget = engine.budget if budget is None else kept + resolve_budget(budget, engine.strategy, candidates)
     new_steps = engine.steps if steps is None else steps
-    check_steps(steps)
+    steps = check_steps(steps)
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
         run = f"a run with budget={engine.budget:,} and steps={engine.steps}"
         raise SparsifyError(f"extend(budget={budget!r}, steps={steps!r}) of {run}; expected no less of either.")

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsify.common.names import ENGINE, POSITION, SETTINGS
 from sparsify.common.shards import is_fully_sharded, is_shard
-from sparsify.core.entries import BASE, IDS, count_by_tensor
+from sparsify.core.entries import BASE, IDS, VALUES, count_by_tensor
 from sparsify.core.module import masked_tensors
 from sparsify.delta.entries import NamedTensors
 from sparsify.delta.format import replace_file
@@ -35,7 +35,7 @@ from sparsify.errors import BaseMismatchError, SparsifyError
 from sparsify.training.distributed import check_no_stage, check_sharding
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
-from sparsify.training.export import changed_buffers, stored_whole
+from sparsify.training.export import UNKNOWN_VALUES, changed_buffers, stored_whole
 from sparsify.training.optimizer_steps import FROZEN, note_values
 from sparsify.training.plan import STATE
 from sparsify.training.settings import EXTENDED, SUMMED, check_settings, record_settings
@@ -152,6 +152,9 @@ def _before_load(root: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
         state_dict[prefix + SETTINGS] = record_settings(engine)  # of this model's size
     engine.loading, engine.weights.loaded = (bool(stored), prefix, None), {}
     if not stored:
+        values = state_dict.get(prefix + VALUES)
+        if values is not None and not values.is_meta and bool(values[engine.unmasked :].any()):
+            raise SparsifyError(f"load_state_dict(): {UNKNOWN_VALUES} To save a run, save trained_state(model).")
         return
     if len(stored) < len(BUFFERS):
         missing = ", ".join(f"`{name}`" for name in BUFFERS if name not in stored)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from twins import Twins, masks_of
 
-from sparsify import SparsifyError, sparsify
+from sparsify import D3, Increment, SparsifyError, Strategy, get_engine, sparsify
 
 BUDGET, STEPS = 30, 3
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -83,3 +83,16 @@ def test_a_model_reparametrized_after_it_was_sparsified_is_refused_by_name(name)
     sparsify(model, BUDGET, "id3", steps=STEPS)
     with pytest.raises(SparsifyError, match=r"`(second|norm)\.weight` was taken from its module .*before sparsify\(\)"):
         REPARAMETRIZATIONS[name](model)
+
+
+@pytest.mark.parametrize("name", REPARAMETRIZATIONS)
+def test_a_method_other_than_the_roots_call_has_the_same_gradient(name):
+    model, _, batches = pair(REPARAMETRIZATIONS[name])
+    sparsify(model, sum(own.numel() for own in model.parameters()) - 6, Strategy(D3(exp=0), Increment()), steps=1)
+    gradients = []
+    for call in (model, model.forward):
+        torch.manual_seed(0)
+        model.zero_grad()
+        call(**batches[0]).backward()
+        gradients.append({t.name: model.sparse_values.grad[t.slots].sort().values for t in get_engine(model).tensors})
+    torch.testing.assert_close(*gradients)

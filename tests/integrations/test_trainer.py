@@ -34,10 +34,25 @@ def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_
         make_trainer(make_model(steps=None), tmp_path, callbacks=[], save_strategy="no").train()
 
 
+class StopAfter(SparsifyCallback):
+    def __init__(self, step):
+        super().__init__()
+        self.last = step
+
+    def on_step_end(self, args, state, control, **event):
+        super().on_step_end(args, state, control, **event)
+        control.should_training_stop = state.global_step == self.last
+
+
 def test_found_steps_are_found_again_by_each_run_and_given_ones_are_kept(tmp_path, recwarn):
     callback = SparsifyCallback()
     short = run(make_model(), tmp_path, callback, max_steps=2)
     engine = get_engine(run(make_model(), tmp_path, callback))
+    assert (engine.steps, engine.step, engine.unmasked) == (4, 4, BUDGET)
+    assert not recwarn.list
+    stopped = run(make_model(), tmp_path, StopAfter(2), max_steps=4)
+    assert 0 < get_engine(stopped).unmasked < BUDGET
+    engine = get_engine(run(stopped, tmp_path, max_steps=2))
     assert (engine.steps, engine.step, engine.unmasked) == (4, 4, BUDGET)
     assert not recwarn.list
     given = make_model(steps=2)

@@ -1,6 +1,9 @@
 """Optimizers that hold the flat delta, that should and do not, and that have nothing to do with it."""
 
 import copy
+import re
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -274,3 +277,18 @@ def test_the_trainers_callback_counts_the_steps_of_deepspeed():
         model(torch.ones(2, 4)).square().sum().backward()
         SparsifyCallback().on_step_end(SimpleNamespace(deepspeed="zero2.json"), None, None, model=model)
     assert get_engine(model).step == 2
+
+
+def test_a_model_that_another_process_unpickles_has_the_same_checks(tmp_path):
+    torch.save(sparsify(nn.Linear(4, 4), 8, "id3", steps=4), tmp_path / "model")
+    code = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+optimizer = torch.optim.SGD([model.weight], lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, check=False
+    )
+    assert re.search(UNHELD, ended.stderr), ended.stderr

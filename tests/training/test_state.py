@@ -259,3 +259,27 @@ def test_a_state_that_is_written_into_the_models_own_tensors_is_gone_back_to(opt
     model.load_state_dict(state)
     assert bits(model) == bits(other)
     assert unmasked_sets(model) == unmasked_sets(other)
+
+
+def test_trained_values_without_their_entries_are_refused():
+    plain, batches = build("mlp")
+    trained = sparsify(copy.deepcopy(plain), BUDGET, "id3", steps=STEPS)
+    run(trained, batches[:STEPS])
+    alone = {name: own.detach().clone() for name, own in trained.named_parameters() if own.requires_grad}
+    fresh = sparsify(copy.deepcopy(plain), BUDGET, "id3", steps=STEPS)
+    with pytest.raises(SparsifyError, match=r"has values for entries that this model does not know.*trained_state"):
+        fresh.load_state_dict(alone, strict=False)
+    assert not fresh.sparse_values.any()
+    trained.load_state_dict(alone, strict=False)
+
+
+def test_a_state_with_other_modules_to_save_is_refused():
+    plain, batches = build("mlp")
+    options = {"steps": STEPS, "target_modules": ["first", "second"]}
+    trained = sparsify(copy.deepcopy(plain), BUDGET, "id3", modules_to_save=["head"], **options)
+    run(trained, batches[:2])
+    other = sparsify(copy.deepcopy(plain), BUDGET, "id3", **options)
+    with pytest.raises(SparsifyError, match=r"modules_to_save=\(2 parameters.*modules_to_save=\(0 parameters"):
+        other.load_state_dict(trained_state(trained), strict=False)
+    assert summary(other).step == 0
+    assert torch.equal(other.head.weight, plain.head.weight)
