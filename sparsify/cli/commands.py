@@ -21,7 +21,7 @@ from sparsify.delta.hub import find_file
 from sparsify.delta.overlap import overlap
 from sparsify.delta.peft_files import read_adapter
 from sparsify.delta.sparse_delta import SparseDelta
-from sparsify.errors import SparsifyError, printable
+from sparsify.errors import BaseMismatchError, SparsifyError, printable
 
 _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "stages", "peft",
@@ -112,7 +112,11 @@ def add(
         raise SparsifyError(f"--weights {weights!r}; expected {expected}")
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):
-        print(*map(printable, f"{name} and {other}: {overlap(first, second, base)}".split("\n")), sep="\n")
+        try:
+            shared = overlap(first, second, base)
+        except BaseMismatchError:  # the second is a later stage, on the base with the first one in it
+            shared = overlap(first, second)
+        print(*map(printable, f"{name} and {other}: {shared}".split("\n")), sep="\n")
     print(f"wrote {out}")
 
 
@@ -167,9 +171,7 @@ def _payload_text(file: Path | None) -> str:
     """Whether the values and indices of a file that was loaded are those that were written."""
     if file is None:
         return "of a checkpoint or an adapter, which has no hash of it; SparseDelta.save() makes a delta's file of it"
-    if (sha256 := payload_hash(file)) is None:
-        return "not checked: format version 1 has no hash of it, so that a changed bit in a value goes unnoticed"
-    return f"as it was written (SHA-256 {sha256})"
+    return f"as it was written (SHA-256 {payload_hash(file)})"
 
 
 def _description(delta: SparseDelta) -> dict[str, Any]:

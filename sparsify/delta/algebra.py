@@ -304,7 +304,7 @@ class DeltaMerge(DeltaSum):
 
 
 def merge_deltas(
-    deltas: Sequence[Any], weights: Sequence[float] | None = None, method: str = "ties", *, density: float = 1.0,
+    deltas: Iterable[Any], weights: Sequence[float] | None = None, method: str = "ties", *, density: float = 1.0,
     majority_sign_method: str = "total", seed: int = 0,
 ) -> DeltaMerge:  # fmt: skip
     """Merges deltas of one base by TIES or DARE; arguments as of PEFT's ``add_weighted_adapter``.
@@ -323,6 +323,8 @@ def merge_deltas(
     Raises:
         SparsifyError: when an argument is none of these.
     """
+    deltas = list(deltas)
+    check(all(hasattr(delta, "tensors") for delta in deltas), "deltas are", deltas, "deltas; save sums of them first")
     factors = [finite(weight, "multiplied") for weight in (weights if weights is not None else [1.0] * len(deltas))]
     check(method in METHODS, "method is", method, one_of(METHODS))
     check(majority_sign_method in SIGN_METHODS, "majority_sign_method is", majority_sign_method, one_of(SIGN_METHODS))

@@ -28,7 +28,7 @@ from sparsify.delta import entries
 from sparsify.delta.entries import DTYPES, Config, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, check
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
 
-FORMAT_VERSION = 2  # that is written; version 1 is the same without `payload_sha256`
+FORMAT_VERSION = 2
 METADATA_KEY = "sparse_delta"
 PAYLOAD_KEY = "payload_sha256"
 PEFT_KEY, ADAPTERS_KEY = "peft", "adapters"  # of the config: adapters that were added to the base
@@ -85,11 +85,10 @@ def parse(header: Any) -> dict[str, Any]:
         raise DeltaFormatError(f"its header has no metadata `{METADATA_KEY}`: {other}")
     document = parse_json(text)
     version = document.get("format_version") if isinstance(document, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        remedy = f"this sparsify reads 1 to {FORMAT_VERSION}: upgrade it if the file is newer"
+    if type(version) is not int or version != FORMAT_VERSION:
+        remedy = f"this sparsify reads {FORMAT_VERSION}: upgrade it if the file is newer"
         raise DeltaFormatError(f"its format version is {version!r:.120}, {remedy}")
-    keys = {"format_version", "config", "tensors", "whole"}
-    check_object("metadata", document, keys if version == 1 else keys | {PAYLOAD_KEY})
+    check_object("metadata", document, {"format_version", "config", "tensors", "whole", PAYLOAD_KEY})
     tensors, whole = document["tensors"], document["whole"]
     if not (isinstance(tensors, dict) and isinstance(whole, list) and isinstance(document["config"], dict)):
         raise DeltaFormatError("metadata: `tensors` and `config` have to be objects, `whole` a list")
@@ -212,10 +211,10 @@ def read(path: StrPath) -> DeltaParts:
         return read_contents(file, *read_header(file))[0]
 
 
-def payload_hash(path: StrPath) -> str | None:
-    """The SHA-256 of the payload that a file records, if it is not of version 1; raises as :func:`read`, for less."""
+def payload_hash(path: StrPath) -> str:
+    """The SHA-256 of the payload that a file records; raises as :func:`read`, for less."""
     with _opened(path) as file:
-        return read_header(file)[1].get(PAYLOAD_KEY)
+        return str(read_header(file)[1][PAYLOAD_KEY])
 
 
 @contextmanager
@@ -268,7 +267,7 @@ def read_contents(
         raise DeltaFormatError(f"`{wrong[0]:.120}` {problem}, contrary to its metadata ({len(wrong)} such in all)")
     file.seek(0)
     data = file.read()
-    if document.get(PAYLOAD_KEY) not in (None, _payload_digest(data)):  # not in a file of version 1
+    if document[PAYLOAD_KEY] != _payload_digest(data):
         raise DeltaFormatError("its payload does not have the SHA-256 that its metadata records: it was damaged")
     with torch.device("cpu"):  # whatever the default device is
         try:

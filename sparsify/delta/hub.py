@@ -141,7 +141,7 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
         errors.LocalEntryNotFoundError: offline,
         errors.OfflineModeIsEnabled: offline,
         errors.EntryNotFoundError: f"there is no `{FILE_NAME}` at revision {revision or 'main'!r}: give a repository "
-        "that `push_to_hub` wrote",
+        "that `push_to_hub` of a delta wrote, or the folder of PEFT's adapter: snapshot_download(id)",
     }
     try:
         yield

@@ -293,12 +293,14 @@ def _write_index(checkpoint: Checkpoint, new: NamedTensors, copies: Mapping[Path
 
 
 def _copy_descriptions(source: Path, folder: Path) -> None:
-    """Copies the files that describe the model (config, tokenizer), and folders of only such files."""
+    """Copies the files that describe the model, folders of only such files, and those of ``modules.json``'s modules."""
+    modules = read_json(source / "modules.json", list) if (source / "modules.json").is_file() else []
+    own = [module.get("path") for module in modules if isinstance(module, dict)]
     for path in source.iterdir():
         # no links to folders, which may lead anywhere, also back here; nor pipes
         is_folder = path.is_dir() and not path.is_symlink()
         files = [file for file in (path.rglob("*") if is_folder else [path]) if file.is_file()]
-        if not any(_LEFT_OUT.fullmatch(part.name) for part in (path, *files)):
+        if path.name in own or not any(_LEFT_OUT.fullmatch(part.name) for part in (path, *files)):
             for file in files:
                 copy = folder / file.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import base_name, check_names, check_plain, counted, named_tensors, near_names, plain_name
 from sparsify.common.quantized import TRANSPOSED, is_quantized
 from sparsify.common.raw_bits import as_bits, digest
+from sparsify.common.shards import is_shard
 from sparsify.core.devices import put, runs_ahead
 from sparsify.delta.entries import DTYPES, NamedTensors, TensorDelta, TensorDeltas
 from sparsify.delta.quantized_delta import QuantizedDelta, guard
@@ -179,6 +180,9 @@ def is_verified(delta: TensorDelta, old: Tensor) -> bool:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
+    if is_shard(tensor):
+        remedy = "apply the delta before that, or load what `delta.merge(base, out)` writes"
+        raise SparsifyError(f"tensor `{name}` is sharded over ranks (tensor parallelism, fully_shard()): {remedy}.")
     if tensor.is_meta:
         problem = "on the meta device and has no values: it was offloaded (device_map, cpu_offload()) or never loaded"
         remedy = "Load the whole model into memory, or offload what `delta.merge(base, out)` writes."

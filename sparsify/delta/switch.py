@@ -100,7 +100,7 @@ class DeltaSwitch:
         try:
             yield self.model
         finally:
-            self._switch(before)
+            self._switch(tuple(name for name in before if name in self._attached))
 
     def deactivated(self) -> AbstractContextManager[nn.Module]:
         """Makes the model the base for the length of a ``with`` block."""

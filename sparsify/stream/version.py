@@ -177,8 +177,6 @@ def read_message(data: bytes) -> tuple[str, int, Changes]:
         file = io.BytesIO(data)
         header, document = delta_format.read_header(file)
         stream = _check_stream(document["config"], data)
-        if delta_format.PAYLOAD_KEY not in document:
-            raise DeltaFormatError(f"its metadata has no `{delta_format.PAYLOAD_KEY}`, which every message has")
         optional = set() if stream["snapshot"] else _OPTIONAL
         (tensors, whole, _), more = delta_format.read_contents(file, header, document, optional)
         known = {dtype: found for name, dtype in DTYPES.items() if (found := _known(name, dtype, more)) is not None}

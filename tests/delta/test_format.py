@@ -177,7 +177,8 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in("format_version", to=3), "format version is 3, this sparsify reads 1 to 2: upgrade it"),
+        (set_in("format_version", to=3), "format version is 3, this sparsify reads 2: upgrade it"),
+        (set_in("format_version", to=True), "format version is True, this sparsify reads 2"),
         (lambda d: d.pop("payload_sha256") and None, "expected a JSON object with exactly the keys .*payload_sha256"),
         (set_in("config", "steps", to="\ud800"), "surrogates not allowed"),
         (set_in("config", "steps", to=nested(64)), "more than 64 deep in each other"),

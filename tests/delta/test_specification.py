@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sparsify.common.names import MAX_NAME_CHARACTERS
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import DTYPES
-from sparsify.delta.format import MAX_DEPTH, MAX_HEADER_BYTES, payload_hash
+from sparsify.delta.format import MAX_DEPTH, MAX_HEADER_BYTES
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 
 SPECIFICATION = files("sparsify").joinpath("delta/format.md").read_text(encoding="utf-8")
@@ -64,14 +64,6 @@ def test_the_described_delta_is_written_as_exactly_these_bytes_and_read_from_the
     read = SparseDelta.load(tmp_path / "x.safetensors")
     assert read == described()
     assert (list(read.tensors), read.config) == (["w", "b"], {"strategy": "id3"})
-
-
-def test_the_same_delta_in_a_file_of_version_1_is_still_read(reader):
-    file = Path(__file__).parent / "golden" / "format_1.safetensors"
-    assert b'\\"format_version\\":1' in file.read_bytes()
-    assert SparseDelta.load(file) == described()
-    assert payload_hash(file) is None
-    assert reader["read_delta"](file.read_bytes())[0].keys() == {"w", "b"}
 
 
 def test_the_reader_notices_a_changed_bit_in_the_payload_and_another_base(reader):

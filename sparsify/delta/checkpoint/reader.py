@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +63,11 @@ class Checkpoint(Mapping[str, Tensor]):
                     raise SparsifyError(f"`{name}` is both in {places}: download or save it again.")
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.layout(name).assemble(self.read)
+        layout = self.layout(name)
+        with suppress(SparsifyError):  # then as it is stored
+            # transformers transposes some tensors under their own names
+            layout = next(iter(self.conversion.find(name)), layout)
+        return layout.assemble(self.read)
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored or (isinstance(name, str) and bool(self.conversion.find(name)))
@@ -167,8 +172,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     return tuple(path / name for name in sorted(set(weight_map.values())))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint or adapter."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object, or list, in a file of a checkpoint or adapter."""
     try:
         if not path.is_file():  # nor a pipe, which may never end
             raise FileNotFoundError("there is no such file")
@@ -178,8 +183,9 @@ def read_json(path: Path) -> dict[str, Any]:
         json.dumps(document, indent=2)  # fails at a lower depth than reading
     except (OSError, ValueError, RecursionError) as error:
         raise SparsifyError(f"`{path}` is no JSON that can be used ({brief(error)}): download it again.") from error
-    if not isinstance(document, dict):
-        raise SparsifyError(f"`{path}` holds a {type(document).__name__}, expected a JSON object: download it again.")
+    if not isinstance(document, kind):
+        expected = f"expected a JSON {'object' if kind is dict else 'list'}"
+        raise SparsifyError(f"`{path}` holds a {type(document).__name__}, {expected}: download it again.")
     return document
 
 
