@@ -48,7 +48,7 @@ def demo(examples, monkeypatch, tmp_path):
     """Runs the command on a few short examples; gives what it printed and the delta."""
     few = [[example for example in part if len(example.text) < 60][:16] for part in examples]
     monkeypatch.setattr(module, "load_examples", lambda: tuple(few))
-    monkeypatch.setattr(module, "BASELINE_DECAYS", (0.1,))
+    monkeypatch.setattr(module, "BASELINE_CS", (0.1,))
 
     def demo(*options):
         arguments = ["demo", "--out", str(tmp_path), *options]
