@@ -21,7 +21,6 @@ from sparsify.common.shards import is_fully_sharded, parallel_ranks
 from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
-from sparsify.core.optimizer import listen
 from sparsify.core.step import Pass, TrainingStep, read_weights
 from sparsify.core.tensor import MaskedTensor, Use
 from sparsify.core.topk import Winners
@@ -99,8 +98,7 @@ class Engine(TrainingStep):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _forwards=Forwards())
         self.shared_tap = self._forwards.tap
-        listen(self)
-        optimizer_steps.watch()
+        optimizer_steps.watch(self)
 
     def start(self, selected: Tensor) -> None:
         """Unmasks the entries (n,), global ids, that were chosen before training."""

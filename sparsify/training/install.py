@@ -27,7 +27,7 @@ def install(plan: Plan) -> None:
         with uninterrupted(), torch._C.DisableTorchFunctionSubclass():  # masked parameters are only described here
             core.install(engine, plan.owners, plan.capacity, swap)
             engine.groups = groups(engine.tensors)
-            watch()  # after the hook that counts steps, which asks for those that have begun
+            watch(engine)
             record_settings(engine)
             for parameter in plan.targets.frozen.values():
                 parameter.requires_grad_(False)

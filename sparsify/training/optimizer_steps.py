@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsify.common.names import listed
-from sparsify.core.optimizer import listening, parameters_of
+from sparsify.core.optimizer import listen, listening, parameters_of
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 from sparsify.training.distributed import living
@@ -83,7 +83,9 @@ FROZEN = (
 )
 
 
-def watch() -> None:
+def watch(step: TrainingStep) -> None:
+    """Tells a training step of optimizer steps, and of those that begin, from now on."""
+    listen(step)  # the hook that counts steps is first: it asks for those that have begun
     if not _HOOKS:
         _HOOKS.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
 

@@ -33,9 +33,10 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     """The settings that a run depends on once it has begun, in JSON types; a state dict itself has the entries."""
     strategy, schedule = engine.strategy, engine.policy.schedule
     shapes = [(t.name, tuple(t.shape), *([] if t.rows is None else [t.rows])) for t in engine.tensors]
-    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {_digest(shapes)}"
-    dense = f"{len(engine.dense_names)} parameters, digest {_digest(engine.dense_names)}"
-    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates, "modules_to_save": dense}
+    names = hashlib.sha256(repr(shapes).encode()).hexdigest()
+    candidates = f"{len(engine.tensors)} tensors of {engine.entries.ends[-1]:,} entries, digest {names[:12]}"
+    settings = {**strategy.to_dict(), "budget": engine.budget, "candidates": candidates}
+    settings["modules_to_save"] = f"{len(engine.dense_names)} parameters"
     if isinstance(strategy.selection, Increment):
         settings["schedule"] = {"name": schedule.shape, "every": schedule.every, "until": schedule.until}
         settings["steps"] = engine.steps
@@ -46,10 +47,6 @@ def settings_of(engine: Engine) -> dict[str, Any]:
     if isinstance(strategy.importance, Random) and isinstance(strategy.selection, (Increment, Repeat)):
         settings["seed"] = engine.seed
     return settings
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def record_settings(engine: Engine) -> Tensor:

@@ -1,5 +1,6 @@
 """Every verb of the command line, through the function that the console script calls."""
 
+import copy
 import hashlib
 import json
 import runpy
@@ -158,6 +159,17 @@ def test_add_weighs_the_deltas_and_says_where_they_meet(run, tmp_path, base, out
     for weights in ("1,x", "1,2,3"):
         text = run("add", tmp_path / "a", tmp_path / "b", "--weights", weights, *out, fails=True)
         assert "expected 2 numbers, comma-separated" in text
+
+
+def test_add_takes_stages_whose_second_began_where_the_first_had_ended(run, tmp_path, base, out):
+    middle = copy.deepcopy(base)
+    middle[0].weight.data[:2] += 1
+    tuned = copy.deepcopy(middle)
+    tuned[0].weight.data[1:3] += 1
+    SparseDelta.diff(base, middle).save(tmp_path / "a")
+    SparseDelta.diff(middle, tuned).save(tmp_path / "b")
+    assert "entries shared" in run("add", tmp_path / "a", tmp_path / "b", *out)
+    assert torch.equal(SparseDelta.load(tmp_path / "out").apply(base)[0].weight, tuned[0].weight)
 
 
 def test_add_leaves_out_the_heads_of_different_tasks_if_asked_to(run, tmp_path, saved, out):

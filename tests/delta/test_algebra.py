@@ -282,6 +282,9 @@ def test_what_cannot_be_merged_is_refused_and_a_merge_is_no_term():
     ]:
         with pytest.raises(SparsifyError, match=problem):
             merge_deltas([a, b], **options)
+    with pytest.raises(SparsifyError, match=r"deltas are .*DeltaSum.*save sums of them first"):
+        merge_deltas([a + b, b])
+    assert merge_deltas(each for each in (a, b)).on(base) == merge_deltas([a, b]).on(base)
     with pytest.raises(SparsifyError, match=r"a DeltaMerge is no plain sum: evaluate it first, `.on\(base\)`"):
         merge_deltas([a, b]) + a
     a.whole["head"] = torch.ones(2)

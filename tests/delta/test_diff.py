@@ -5,6 +5,7 @@ import copy
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from checkpoints import gpt2, mixtral, save, tuned
 from deltas import bits, fine_tuned, make_base
 from hypothesis import given, settings
@@ -141,6 +142,10 @@ def test_adapters_that_are_not_merged_are_named():
         (lambda m: m.half(), r"`0.weight` is torch.float32 in the base, torch.float16 in the tuned model: load both"),
         (lambda m: m[2].bias.data[1:2].fill_(torch.nan), r"tensor `2.bias`: 1 changes are not finite"),
         (lambda m: m.to("meta"), r"`0.weight` is on the meta device and has no values: it was offloaded"),
+        (
+            lambda m: setattr(m[0].weight, "to_local", None),
+            r"`0.weight` is sharded over ranks .*apply the delta before",
+        ),
         (lambda m: sparsify(m, 5, "id3", steps=2), "this model is sparsified"),
         (lambda m: None, "the two models do not differ"),
     ],
@@ -164,3 +169,27 @@ def test_checkpoints_are_compared_under_the_names_of_the_model_at_run_time(tmp_p
     delta = diff(save(base, tmp_path / "base"), save(changed, tmp_path / "tuned"))
     assert "model.layers.0.mlp.experts.gate_up_proj" in delta.tensors
     assert bits(delta.apply(base)) == bits(changed)
+
+
+@fuses_at_load
+def test_tensors_that_are_transposed_at_load_under_their_own_names_are_compared_as_the_model_has_them(tmp_path):
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12,
+                     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+                     "num_experts": 4, "num_experts_per_tok": 2},
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+                       "deepstack_visual_indexes": [0]},
+        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
+    )  # fmt: skip
+    base = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    other = copy.deepcopy(base)
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    other.get_parameter(name).data[0, 0, :3] += 1
+    for model, folder in ((base, "base"), (other, "other")):
+        file = save(model, tmp_path / folder, shards=False) / "model.safetensors"
+        stored = safetensors.torch.load_file(file)
+        experts = {key: value.mT.contiguous() for key, value in stored.items() if ".experts." in key}
+        safetensors.torch.save_file(stored | experts, file, {"format": "pt"})  # as the hub has them
+    expected = diff(base, other)
+    assert diff(tmp_path / "base", tmp_path / "other") == diff(base, tmp_path / "other") == expected
+    assert bits((1.0 * expected).on(tmp_path / "base").apply(base)) == bits(other)

@@ -141,3 +141,12 @@ def test_weights_that_were_loaded_again_get_the_active_delta_again(base, deltas,
     for _ in range(2):
         assert bits(deltas["1"].apply(base)) == expected
         base.load_state_dict(state)
+
+
+def test_a_block_ends_with_the_base_where_the_delta_of_before_was_detached_in_it(base, switch):
+    before = bits(base)
+    switch.activate("1")
+    with switch.activated("2"):
+        switch.detach("1")
+    assert switch.active is None
+    assert bits(base) == before

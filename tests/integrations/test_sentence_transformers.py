@@ -91,5 +91,9 @@ def test_layers_behind_the_transformer_keep_their_numbers_and_encoding_leaves_no
     delta = SparseDelta.from_model(model)
     assert not delta.whole
     assert torch.equal(encode(delta.apply(load(str(tmp_path)))), encode(model))
+    encoder = SparseDelta({name: own for name, own in delta.tensors.items() if name[0] != "2"}, {}, delta.config)
+    merged = tmp_path.with_name(f"{tmp_path.name}-merged")
+    encoder.merge(tmp_path, merged)  # with the layers behind
+    assert torch.equal(encode(load(str(merged))), encode(encoder.apply(load(str(tmp_path)))))
     with pytest.raises(BaseMismatchError, match=r"`2\.linear\..*numbered, as a SentenceTransformer's"):
         delta.apply(load(path))

@@ -64,8 +64,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         layout = self.layout(name)
-        with suppress(SparsifyError):  # then as it is stored
-            # transformers transposes some tensors under their own names
+        with suppress(SparsifyError):  # transformers transposes some tensors under their own names
             layout = next(iter(self.conversion.find(name)), layout)
         return layout.assemble(self.read)
 
