@@ -1,1 +1,1 @@
-"""Tensor names, raw bits, initial values, quantized weights, shards and ranks, for every other package."""
+"""Tensor names, raw bits, quantized weights, shards and ranks, for every other package."""

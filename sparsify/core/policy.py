@@ -55,7 +55,6 @@ class Policy:
     """
 
     static = True  # whether the unmasked set never changes
-    masked_only = True  # whether unmasked entries are no candidates
     kept = 0  # entries of the budget that are trained from the start, and that no schedule counts
     summed = 0  # optimizer steps up to the last one with several backward passes
 

@@ -10,17 +10,12 @@ from fractions import Fraction
 
 from sparsify.errors import SparsifyError, did_you_mean
 
-
-def _cosine(share: Fraction) -> Fraction:
-    # rounding restores the last bits that pi and cos lose, so that c(1/2) is 1/2
-    return Fraction(round((1 - math.cos(math.pi * float(share))) / 2, 15))
-
-
 SHAPES = {
     "uniform": lambda share: share,
     "linear": lambda share: 1 - (1 - share) ** 2,
     "cubic": lambda share: 1 - (1 - share) ** 3,
-    "cosine": _cosine,
+    # rounding restores the last bits that pi and cos lose, so that c(1/2) is 1/2
+    "cosine": lambda share: Fraction(round((1 - math.cos(math.pi * float(share))) / 2, 15)),
 }
 
 

@@ -158,7 +158,7 @@ class MaskedTensor:
 
     def take(self, indices: Tensor) -> Tensor:
         """Returns the effective values (n,) at flat indices (n,)."""
-        return self.parameter.detach().take(indices)
+        return self.weight.take(indices)
 
     def write(self, values: Tensor) -> None:
         """Writes values (k,) into the weight at the indices; autograd's version counter sees it."""

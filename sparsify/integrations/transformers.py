@@ -164,7 +164,7 @@ class SparsifyCallback(TrainerCallback):
         if best is not None and checkpoints.has_trained_state(Path(best)):
             # for a PEFT model the Trainer has loaded only the adapter, which has no unmasked entries
             model.load_state_dict(load_file(Path(best, checkpoints.WEIGHTS)), strict=False)
-        self.on_step_end(args, state, control)
+        self.on_step_end(args, state, control, **event)
 
 
 class AddSparsifyCallback(TrainerCallback):

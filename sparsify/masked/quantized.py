@@ -70,9 +70,6 @@ class QuantizedTensor(ModelTensor):
 
         return dequantize
 
-    def take(self, indices: Tensor) -> Tensor:
-        return self.weight.take(indices)
-
     def write(self, values: Tensor) -> None:
         self.check_not_cast()
         self._shown = self.indices, values.detach().to(self.dtype, copy=True)

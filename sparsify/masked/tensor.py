@@ -116,12 +116,6 @@ class ModelTensor(MaskedTensor):
         weight = self.weight
         return put(weight.clone(), self.indices, self.base.to(weight.dtype)) if self.count else weight
 
-    @property
-    def own_effective(self) -> Tensor:
-        """(k,) the current values at the unmasked entries, zeros at those that another rank holds."""
-        indices = self.indices
-        return shards.read_own_entries(self.parameter, indices) if is_shard(self.parameter) else self.take(indices)
-
     def take(self, indices: Tensor) -> Tensor:
         return shards.read_entries(self.parameter, indices) if is_shard(self.parameter) else super().take(indices)
 

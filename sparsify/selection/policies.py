@@ -105,7 +105,7 @@ class SelectorFactory:
         topk: Any = TopK(number, values.dtype, values.device)
         if runs_ahead(values.device):
             topk = DeviceTopK(number, policy.entries.ends[-1], values.dtype, values.device)
-        parts = topk, policy.importance, self.work, policy.masked_only
+        parts = topk, policy.importance, self.work, not isinstance(policy, RepeatPolicy)
         selector = StreamingSelector(*parts) if num_ranks() == 1 else RanksSelector(*parts, self._ranks, policy.tensors)
         keeps = isinstance(policy, AccumulatingPolicy) and policy.keeps
         return AccumulatingSelector(topk, policy, selector, self._ranks) if keeps else selector
@@ -143,7 +143,6 @@ class RepeatPolicy(Policy):
     """repeat-S: a step trains the best entries of all, as many as the budget has, as far as there are free slots."""
 
     static = False
-    masked_only = False
 
     def growing(self) -> bool:
         return True

@@ -29,7 +29,6 @@ from sparsify.masked.recompute import release_memory, saving
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.joined import JoiningPass
 from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
-from sparsify.selection.screening import Work
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
@@ -55,12 +54,12 @@ class Engine(TrainingStep):
     def __init__(self, plan: Plan) -> None:
         self.root, self.strategy, self.seed = plan.model, plan.strategy, plan.seed
         self.ranks = Ranks()
-        self._select = SelectorFactory(self.ranks, plan.seed)
+        self.selectors = SelectorFactory(self.ranks, plan.seed)
         self.entries: ModelEntries
         entries = ModelEntries(plan.model, [tensor.numel for tensor in plan.tensors])
         self.tensors: Sequence[ModelTensor]
         parts = plan.strategy.importance, plan.schedule, plan.tensors, entries
-        policy = policy_of(plan.strategy)(*parts, plan.budget, plan.steps, self._select)
+        policy = policy_of(plan.strategy)(*parts, plan.budget, plan.steps, self.selectors)
         super().__init__(plan.tensors, entries, policy)
         self.policy.kept = sum(tensor.num_candidates for tensor in plan.tensors if tensor.rows)
         self.found_steps: int | None = None  # the steps of a Trainer, which the next one may replace
@@ -138,11 +137,6 @@ class Engine(TrainingStep):
             problem = f"steps={steps:,} for a run that has begun with steps={self.steps:,}"
             raise SparsifyError(f"{problem}; extend(model, steps={steps}, optimizer=optimizer) gives it more.")
         self.policy.steps = steps
-
-    @property
-    def work(self) -> Work:
-        """Entries that the last selection looked at, by the way it took."""
-        return self._select.work
 
     @property
     def sharded(self) -> bool:
@@ -241,7 +235,7 @@ class Engine(TrainingStep):
 
     def unmask(self, winners: Winners, counts: Sequence[int], grad: Tensor) -> None:
         if not winners.ids.numel():
-            self._select.warn_of_none(self.policy)
+            self.selectors.warn_of_none(self.policy)
         with uninterrupted():
             if self.selected and self.entries.count > (first := self._selected_from):  # by earlier passes
                 grad[first:] = self.values.grad[first:] = 0  # type: ignore[index]  # the winners' gradients are the sums
@@ -375,7 +369,7 @@ class Engine(TrainingStep):
     def restart(self) -> None:
         """The next backward pass begins a step, of an unmasked set that is another one now."""
         self.policy.active = None
-        self._select.restart()
+        self.selectors.restart()
         self.selected, self.passes = False, 0
         for tensor in self.tensors if self.policy.static else ():
             tensor.dormant = not tensor.count

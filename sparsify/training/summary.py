@@ -192,7 +192,7 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         ranks=num_ranks(),
         sent_bytes=engine.ranks.bytes_sent,
         num_new=sum(tensor.num_candidates for tensor in engine.tensors if tensor.name in engine.new_names),
-        last_work=engine.work,
+        last_work=engine.selectors.work,
     )
 
 

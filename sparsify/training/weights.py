@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import listed
 from sparsify.common.raw_bits import fingerprint
-from sparsify.common.shards import is_fully_sharded, is_shard, reshard
+from sparsify.common.shards import is_fully_sharded, is_shard, read_own_entries, reshard
 from sparsify.core.devices import runs_ahead
 from sparsify.core.module import masked_tensors
 from sparsify.core.step import TrainingStep
@@ -274,7 +274,8 @@ class EffectiveWeights:
         """Makes them the pretrained ones, without harm to earlier graphs; returns the trained ones, by tensor."""
         self.refresh(self.are_as_left)
         reshard(self._entries.root)
-        trained = [tensor.own_effective for tensor in self._tensors]
+        tensors = self._tensors
+        trained = [t.take(t.indices) if t.is_quantized else read_own_entries(t.parameter, t.indices) for t in tensors]
         self.step.paused = True
         self.write_base()
         return trained

@@ -11,7 +11,7 @@ from oracle import unmasked_sets
 from torch import nn
 from twins import Twins, sgd
 
-from sparsify import D3, Increment, Schedule, Strategy, get_engine, sparsify, summary
+from sparsify import D3, Increment, Schedule, Strategy, sparsify, summary
 from sparsify.selection.screening import Work
 
 pytestmark = pytest.mark.usefixtures("screened")  # whatever a layer's size
@@ -78,5 +78,5 @@ def test_the_work_is_counted_by_the_way_it_took_and_copies_count_for_themselves(
     others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     dense = Work(dense=64 * 64 + 2 * 64 * 32 + biases)
     assert work_of(model) == work_of(model) == dense, "a step without a selection leaves the last one's"
-    assert all(get_engine(other).work == Work() for other in others)
+    assert all(summary(other).last_work == Work() for other in others)
     assert (str(dense), str(Work())) == ("8,352 entries dense", "no entry was looked at")

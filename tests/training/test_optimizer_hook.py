@@ -277,6 +277,10 @@ def test_the_trainers_callback_counts_the_steps_of_deepspeed():
         model(torch.ones(2, 4)).square().sum().backward()
         SparsifyCallback().on_step_end(SimpleNamespace(deepspeed="zero2.json"), None, None, model=model)
     assert get_engine(model).step == 2
+    args = SimpleNamespace(deepspeed="zero2.json", load_best_model_at_end=True)
+    state = SimpleNamespace(best_model_checkpoint=None)
+    SparsifyCallback().on_train_end(args, state, None, model=model)
+    assert get_engine(model).step == 2, "the last step has been counted"
 
 
 def test_a_model_that_another_process_unpickles_has_the_same_checks(tmp_path):
