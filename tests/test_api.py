@@ -91,6 +91,7 @@ def test_a_model_that_cannot_be_sparsified_is_refused():
     refused = {
         r"expected a torch\.nn\.Module, got dict": {},
         "TorchScript": torch.jit.script(nn.Linear(2, 2)),
+        r"`weight` is lazy.*run a forward pass": nn.LazyLinear(2),
         "outside of inference mode": torch.inference_mode()(lambda: nn.Linear(2, 2))(),
         "the model's own `sparse_ids`.* rename it": own,
         r"`head\.weight` is partitioned by DeepSpeed": sharded,

@@ -111,8 +111,14 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}: load the model first.")
+
+
 def find_engine(model: nn.Module) -> Any:
     """Returns the engine of a sparsified model, also inside wrappers; raises for a model that is not sparsified."""
+    check_module(model)
     engines = {name: vars(module)[ENGINE] for name, module in model.named_modules() if ENGINE in vars(module)}
     if len(engines) > 1:
         parts = ", ".join(f"`{name}`" for name in engines)
@@ -125,6 +131,7 @@ def find_engine(model: nn.Module) -> Any:
 
 
 def check_plain(model: nn.Module) -> None:
+    check_module(model)
     if [module for module in model.modules() if ENGINE in vars(module)]:
         owner = "this model is sparsified: its weights belong to the training that goes on"
         raise SparsifyError(f"{owner}. Call `desparsify(model)` first, or use another copy of the base.")

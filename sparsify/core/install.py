@@ -45,7 +45,11 @@ def uninstall(step: TrainingStep, model: nn.Module) -> None:
     """Undoes :func:`install`, but for what required grad; the weights keep their values."""
     LISTENING.discard(step)
     for module in list(model.modules()):
-        unmark(module)
+        if TENSORS in module.__dict__:
+            module.__class__ = module.__dict__.pop(PLAIN, type(module))
+            parameters: Any = module._parameters  # ReadParameters
+            module.__dict__["_parameters"] = parameters.plain()
+            del module.__dict__[TENSORS]
     step.entries.remove()
 
 
@@ -64,16 +68,6 @@ def mark(
     if masked is not None:
         module.__dict__[PLAIN] = type(module)
         module.__class__ = masked
-
-
-def unmark(module: nn.Module) -> None:
-    """Turns a masked module back into the plain one, its parameters unchanged; leaves a plain module alone."""
-    if TENSORS not in module.__dict__:
-        return
-    module.__class__ = module.__dict__.pop(PLAIN, type(module))
-    parameters: Any = module._parameters  # ReadParameters
-    module.__dict__["_parameters"] = parameters.plain()
-    del module.__dict__[TENSORS]
 
 
 def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn.Module] | None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from sparsify.common.quantized import is_quantized, unreadable
 from sparsify.common.shards import is_block, is_shard, parallel_style
@@ -39,9 +38,7 @@ def check_maskable(name: str, module: nn.Module, attribute: str, around: Iterabl
     kind = type(module).__name__
     parameter: Any = module._parameters[attribute]
     foreign = next((problem for each in (module, *around) if (problem := _peft_problem(each))), None)
-    if is_lazy(parameter):
-        problem = f"({kind}) is lazy and has no weights yet; run a forward pass before sparsify()"
-    elif parameter.is_meta:
+    if parameter.is_meta:
         problem = "is on the meta device (offloaded, or not yet loaded); load it onto a device before sparsify()"
     elif parameter.is_complex():
         problem = f"({kind}) holds complex numbers, and deltas are real"

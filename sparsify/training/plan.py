@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sparsify.adapters.insert import Adapter
-from sparsify.common.names import ENGINE, SETTINGS, base_name, listed, plain_model, plain_name
+from sparsify.common.names import ENGINE, SETTINGS, base_name, check_module, listed, plain_model, plain_name
 from sparsify.common.quantized import is_quantized
 from sparsify.common.raw_bits import fingerprint
 from sparsify.common.shards import check_parallel, full_values
@@ -73,8 +74,7 @@ def mask_candidates(targets: Targets) -> dict[ModelTensor, Owners]:
 
 
 def check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise SparsifyError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
     if type(model).__name__ == "OptimizedModule":
@@ -89,6 +89,8 @@ def check_model(model: Any) -> None:
         raise SparsifyError(f"the model's own `{taken[0]}` is in the way; rename it, or sparsify the module within.")
     check_parallel(model)
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise SparsifyError(f"`{name}` is lazy and has no values yet; run a forward pass before sparsify().")
         if parameter.is_inference() or torch.is_inference_mode_enabled():
             raise SparsifyError(f"`{name}` cannot train: load the model and call sparsify() outside of inference mode.")
         if hasattr(parameter, "ds_id"):

@@ -11,7 +11,7 @@ from checkpoints import files
 from deltas import bits, make_base, unchanged
 from torch import nn
 
-from sparsify import sparsify
+from sparsify import sparsify, summary
 from sparsify.common.raw_bits import digest
 from sparsify.delta.sparse_delta import SparseDelta, TensorDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
@@ -341,6 +341,14 @@ def test_applying_twice_is_refused(model, delta):
             delta.apply(model)
         with pytest.raises(BaseMismatchError, match="revert any other delta first"):
             copy.deepcopy(delta).apply(model)
+
+
+def test_what_is_no_model_is_refused(model, delta):
+    for given in ("a-folder", dict(model.named_parameters())):
+        with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got (str|dict): load the model first"):
+            delta.apply(given)
+        with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module"):
+            summary(given)
 
 
 def test_a_sparsified_model_is_refused_both_ways(model, delta):
