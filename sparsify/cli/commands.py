@@ -27,7 +27,7 @@ _SHOWN_OF_CONFIG = (
     "base_model_revision", "strategy", "budget", "schedule", "steps", "steps_done", "diff", "sum", "stages", "peft",
     "adapters", "versions",
 )  # fmt: skip
-Delta = Annotated[str, typer.Argument(help="A delta: its folder, file, or user/repo on the hub.", metavar="DELTA")]
+Delta = Annotated[str, typer.Argument(help="A delta: its folder, file, or user/repo on the hub.")]
 Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 
@@ -90,7 +90,7 @@ def diff(
 
 
 def add(
-    deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.", metavar="DELTA...")],
+    deltas: Annotated[list[str], typer.Argument(help="Two or more deltas of one base.")],
     base: Base,
     out: Out,
     weights: Annotated[str, typer.Option(help="A coefficient for each, comma-separated; 1 by default.")] = "",
