@@ -117,7 +117,8 @@ def test_the_config_goes_through_json_and_refuses_what_it_does_not_know(tmp_path
     for wrong, text in [
         ({"strategy": "id4"}, "unknown strategy 'id4'"), ({"schedule": "late"}, "schedule='late'; expected"),
         ({"strategy": "full"}, "is no adapter"),
-        ({"layers_to_transform": 1, "target_modules": "all-linear"}, "expected a list of names there"),
+        ({"layers_to_transform": 1, "target_modules": "all-linear"}, "target_modules='all-linear' with layers_"),
+        ({"modules_to_save": "classifier"}, r"expected a list, as in \['classifier'\]"),
     ]:  # fmt: skip
         with pytest.raises(SparsifyError, match=text):
             SparseConfig(budget=5, **wrong)

@@ -74,10 +74,11 @@ class SparseConfig(PeftConfig):
             self.strategy = self.strategy.to_dict()
         if isinstance(self.schedule, Schedule):
             self.schedule = asdict(self.schedule)
-        self.modules_to_save = self.modules_to_save and list(self.modules_to_save)  # to which PEFT adds heads
-        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
-            given = f"layers_to_transform={self.layers_to_transform!r} with target_modules={self.target_modules!r}"
-            raise SparsifyError(f'{given}; expected a list of names there, as in target_modules=["q_proj", "v_proj"].')
+        if isinstance(saved := self.modules_to_save, str):
+            raise SparsifyError(f"modules_to_save={saved!r}; expected a list, as in [{saved!r}].")
+        self.modules_to_save = saved and list(saved)  # to which PEFT adds heads
+        if self.layers_to_transform is not None and isinstance(names := self.target_modules, str):
+            raise SparsifyError(f'target_modules={names!r} with layers_to_transform; expected a list: ["q_proj"].')
         self.lora = None if self.lora is None else _checked(self.lora)
         if not self.inference_mode:  # an adapter may be run where its own importance is not known
             self._resolve("id3" if self.strategy is None else self.strategy, self.schedule)
@@ -89,9 +90,8 @@ class SparseConfig(PeftConfig):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """The arguments of ``sparsify()`` for a model."""
-        given: Any = self.strategy
-        targets: Any = self.target_modules
-        schedule: Any = self.schedule
+        own: Any = self
+        given, targets, schedule = own.strategy, own.target_modules, own.schedule
         if given is None:
             given, schedule, linear = recommend(model, schedule, targets, None)
             targets = linear if self.layers_to_transform is None else targets
@@ -99,9 +99,9 @@ class SparseConfig(PeftConfig):
         if self.layers_to_transform is not None or (self.lora and self.target_modules not in (None, ALL_LINEAR)):
             names = [name for name, _ in model.named_modules() if targets and check_target_module_exists(self, name)]
             if targets is None:  # PEFT asks for no layer of a module that is named in full
-                own = replace(self, target_modules=["weight"])
+                named = replace(self, target_modules=["weight"])
                 linear = sorted(match_modules(model, ALL_LINEAR, "target_modules"))
-                names = [name for name in linear if check_target_module_exists(own, f"_.{name}.weight")]
+                names = [name for name in linear if check_target_module_exists(named, f"_.{name}.weight")]
             if not names:
                 given = f"target_modules={targets!r} with layers_to_transform={self.layers_to_transform!r}"
                 remedy = "give numbers of its layers from 0, and layers_pattern if their list is not found."
