@@ -13,10 +13,10 @@ from sparsify.common.raw_bits import digest
 from sparsify.core.install import values_dtype
 from sparsify.core.schedule import Schedule
 from sparsify.errors import SparsifyError
-from sparsify.selection.static import Calibration, LossFunction, check_new, find_given, select_static, zero_others
+from sparsify.selection.static import Calibration, LossFunction, check_new, find_given, pruned, select_static
 from sparsify.strategies import strategy as strategies
 from sparsify.strategies.default import recommend
-from sparsify.strategies.strategy import Given, Prune, Static, Strategy
+from sparsify.strategies.strategy import Given, Static, Strategy
 from sparsify.strategies.targets import Pattern, Targets, find_targets
 from sparsify.training.engine import Engine
 from sparsify.training.install import install, uninstall
@@ -118,13 +118,12 @@ def sparsify(
     buffer_digests |= dict.fromkeys(resized, "")  # stored whole, as what has changed
     if isinstance(strategy.selection, Static):
         selected = select_static(model, selectable, strategy, number, values_dtype(tensors), seed, calibration, loss_fn)
-    if isinstance(strategy.selection, Prune):
-        zero_others(selectable, strategy.selection, selected)  # the pruned model is the base
-    more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
-    install(Plan(
-        model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
-        (*new_names, *resized), buffer_digests, seed,
-    ))  # fmt: skip
+    with pruned(selectable, strategy.selection, selected):  # the pruned model is the base
+        more, selected = kept.numel(), torch.cat([kept, selected.to(device)])
+        install(Plan(
+            model, targets, tensors, owners, strategy, schedule, steps, number + more, capacity + more, selected,
+            (*new_names, *resized), buffer_digests, seed,
+        ))  # fmt: skip
     return model
 
 
@@ -217,7 +216,7 @@ def summary(model: nn.Module, *, verify: bool = False) -> Summary:
 
     Args:
         model: a sparsified model.
-        verify: check, in one pass over all weights, that the frozen entries have the SHA-256 that they had at
+        verify: check, in one pass over all weights, that the frozen entries have the hash that they had at
             ``sparsify()``, that the schedule's number of entries is unmasked, and that a delta holds all that trains.
 
     Raises:

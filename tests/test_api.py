@@ -126,7 +126,11 @@ def test_increment_without_steps_fails_by_the_first_backward_and_can_be_told_lat
     model, batches = sparsified("mlp", 10)
     with pytest.raises(SparsifyError, match=r"number of training steps is not known.*steps="):
         model(**batches[0]).backward()
-    get_engine(model).steps = 2
+    for wrong in (0, 2.5, True):
+        with pytest.raises(SparsifyError, match=f"steps={wrong}; expected the planned number"):
+            get_engine(model).steps = wrong
+    get_engine(model).steps = np.int64(2)
+    model.state_dict()
     model(**batches[0]).backward()
     assert summary(model).unmasked == 5
     with pytest.raises(SparsifyError, match=r"begun with steps=2.*extend\(model, steps=9"):

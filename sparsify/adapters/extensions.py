@@ -48,7 +48,7 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
 
 def _record(model: nn.Module, adapter: str, config: Any) -> dict[str, Any]:
     """PEFT's settings, with a regular expression that selects modules replaced by the names of those it selected."""
-    settings: dict[str, Any] = as_json(config.to_dict())
+    settings: dict[str, Any] = as_json({**config.to_dict(), "base_model_name_or_path": None})  # the delta has its own
     if not any(_MAY_BACKTRACK.search(str(settings.get(key) or "")) for key in (*_MODULES, "layers_pattern")):
         return settings
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]

@@ -6,12 +6,12 @@ import warnings
 from typing import Any
 
 from sparsify import __version__
-from sparsify.common.extras import MissingExtraError, require
+from sparsify.common.extras import require
 from sparsify.errors import SparsifyError
 
 
 def make_app() -> Any:
-    """Returns the typer app with all commands; raises ``MissingExtraError`` without typer or rich."""
+    """Returns the typer app with all commands; raises ``SparsifyError`` without typer or rich."""
     require("rich", extra="cli")
     typer = require("typer", extra="cli")
     from sparsify.cli import commands
@@ -43,7 +43,7 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"sparsify: {message}", file=sys.stderr)
             make_app()()
-    except (MissingExtraError, SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
+    except (SparsifyError, OSError) as error:  # OSError: a path that cannot be read or written
         sys.exit(f"sparsify: {error}")
     finally:
         logging.disable(logging.NOTSET)

@@ -6,20 +6,18 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-
-class MissingExtraError(ImportError):
-    """A package that an optional part of sparsify needs is not installed."""
+from sparsify.errors import SparsifyError
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Imports an optional dependency; ``MissingExtraError`` names the ``extra`` of sparsify that installs it."""
+    """Imports an optional dependency; a ``SparsifyError`` names the ``extra`` of sparsify that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # it is installed, and one of its own dependencies is not
         remedy = f"it comes with: pip install 'sparsify-ft[{extra}]'"
-        raise MissingExtraError(f"`{error.name}` is not installed; {remedy}", name=error.name) from None
+        raise SparsifyError(f"`{error.name}` is not installed; {remedy}") from None
 
 
 def import_after(module: str, other: str) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ROW, AT_ONCE = 1 << 12, 1 << 20  # words of 8 bytes: of a row, and that are hashed together
+ROW, AT_ONCE = 1 << 12, 1 << 20  # words of 4 bytes: of a row, and that are hashed together
 
 
 def as_bits(values: Tensor) -> Tensor:
@@ -27,13 +27,14 @@ def digest(values: Tensor) -> str:
 def fingerprint(values: Tensor) -> str:
     """A hash of a tensor's values, to be compared in one process: faster than :func:`digest`, and where the tensor is.
 
-    Of each row of words it is the sum of all, each times an odd number, modulo 2**64: another where a single word is.
+    Of each row of words it is the sum of all, each times a random odd number, modulo 2**64: another where one word is,
+    and but for one case in 2**32 where several are. (Of words of 8 bytes, pairs that differ in the sign would cancel.)
     """
     as_bytes = values.detach().reshape(-1).contiguous().view(torch.uint8)
-    as_bytes = as_bytes.clone() if as_bytes.storage_offset() % 8 else as_bytes  # words begin at words
-    words, rest = as_bytes[: as_bytes.numel() // 8 * 8], as_bytes[as_bytes.numel() // 8 * 8 :]
+    as_bytes = as_bytes.clone() if as_bytes.storage_offset() % 4 else as_bytes  # words begin at words
+    words, rest = as_bytes[: as_bytes.numel() // 4 * 4], as_bytes[as_bytes.numel() // 4 * 4 :]
     odd, sums = _odd_numbers().to(values.device), [rest.long()]
-    for part in words.view(torch.int64).split(AT_ONCE):
+    for part in words.view(torch.int32).split(AT_ONCE):
         rows = part[: part.numel() // ROW * ROW]
         sums.append((rows.view(-1, ROW) * odd).sum(1))
         sums.append((part[rows.numel() :] * odd[: part.numel() - rows.numel()]).sum(0, keepdim=True))

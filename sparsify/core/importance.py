@@ -57,8 +57,9 @@ class D3(Importance):
     monotone = True
 
     def __post_init__(self) -> None:
-        if not (self.eps > 0 and math.isfinite(self.eps) and math.isfinite(self.exp)):
-            expected = "exp must be finite and eps a finite number above 0. The paper uses D3(exp=2, eps=1)"
+        are_finite = (isinstance(own, (int, float)) and math.isfinite(own) for own in (self.exp, self.eps))
+        if not (all(are_finite) and self.eps > 0):
+            expected = "exp must be a finite int or float and eps one above 0. The paper uses D3(exp=2, eps=1)"
             raise SparsifyError(f"D3 got exp={self.exp!r}, eps={self.eps!r}; {expected} for language understanding.")
 
     def score(self, weight: Tensor, grad: Tensor) -> Tensor:

@@ -284,10 +284,10 @@ class DeltaMerge(DeltaSum):
     method, density, sign_method, seed = "ties", 1.0, "total", 0
 
     def _change(self, name: str, parts: Parts, base: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        changes = torch.zeros(len(parts), base.numel(), dtype=torch.float64)
+        changes = base.new_zeros(len(parts), base.numel(), dtype=torch.float64)
         for number, (_, part, at) in enumerate(parts):
             changes[number, at] = self._trimmed(change(name, part, target), f"{self.seed} {name} {number}")
-        weighted = changes * torch.tensor([factor for factor, *_ in parts], dtype=torch.float64)[:, None]
+        weighted = changes * changes.new_tensor([factor for factor, *_ in parts])[:, None]
         if self.method != "dare_linear":
             votes = changes if self.sign_method == "total" else changes.sign()
             agree = changes.sign() == torch.where(votes.sum(0) >= 0, 1, -1)
@@ -300,7 +300,7 @@ class DeltaMerge(DeltaSum):
             kept = changes.abs().topk(round(self.density * changes.numel())).indices
             return torch.zeros_like(changes).index_copy_(0, kept, changes[kept])
         generator = torch.Generator().manual_seed(int(hashlib.sha256(seed.encode()).hexdigest()[:15], 16))
-        return changes * (torch.rand(changes.shape, generator=generator) < self.density) / self.density
+        return changes * (torch.rand(changes.shape, generator=generator, device="cpu") < self.density) / self.density
 
 
 def merge_deltas(

@@ -165,11 +165,11 @@ def patches_of(
         return
     dtype = checkpoint.dtype(places[0])
     for window in (window for layout in places for window in layout.windows):
-        stored = torch.empty(checkpoint.stored[window.key].shape, dtype=dtype)
+        stored = torch.empty(checkpoint.stored[window.key].shape, dtype=dtype, device="cpu")
         window.view(stored).copy_(part.detach()[window.box])
         indices = None
         if window.place.numel() < stored.numel():
-            indices = window.view(torch.arange(stored.numel())).flatten().sort().values
+            indices = window.view(torch.arange(stored.numel(), device="cpu")).flatten().sort().values
         values = stored.flatten() if indices is None else stored.take(indices)
         yield WeightPatch(window.key, tuple(stored.shape), dtype, values, indices)
 

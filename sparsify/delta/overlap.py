@@ -58,7 +58,7 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
     common = [name for name in a.tensors if name in b.tensors]
     bases = None if base is None else find_base(common, base)
     opposed, by_tensor, dtypes = 0, {}, []
-    products = torch.zeros(3, dtype=torch.float64)  # a.b, a.a, b.b
+    products = torch.zeros(3, dtype=torch.float64, device="cpu")  # a.b, a.a, b.b
     for name in common:
         parts = a.tensors[name], b.tensors[name]
         if parts[0].shape != parts[1].shape:

@@ -20,7 +20,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from sparsify.common.names import near_names, tied_names
@@ -134,8 +134,7 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
     if not path.is_file():
         pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
-    with safe_open(path, framework="pt", device="cpu") as file:
-        stored = {key.removeprefix(PREFIX): file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    stored = {key.removeprefix(PREFIX): own.clone() for key, own in safetensors.torch.load_file(path).items()}
     values_key, indices_key = METHODS[method], f"{method}_indices"
     partners = {values_key: indices_key, indices_key: values_key}
     layers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -198,7 +197,7 @@ def _positions(stored: Tensor, sizes: Sequence[int]) -> Tensor:
     check(stored.dtype in expected, "indices are", stored.dtype, "torch.int32")
     if stored.is_floating_point() and not torch.equal(stored, stored.round()):
         raise SparsifyError("indices are no whole numbers")
-    positions = torch.zeros(stored.shape[-1], dtype=torch.int64)
+    positions = torch.zeros(stored.shape[-1], dtype=torch.int64, device=stored.device)
     for row, size in zip(stored.long().view(len(sizes), -1), sizes, strict=True):
         if row.numel() and not 0 <= int(row.min()) <= int(row.max()) < size:
             raise SparsifyError(f"indices go from {int(row.min())} to {int(row.max())}, expected 0 to {size - 1}")

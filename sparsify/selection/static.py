@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from sparsify.common.interrupts import uninterrupted
 from sparsify.common.names import plain_name
 from sparsify.common.shards import full_values
 from sparsify.core.importance import Importance
@@ -71,15 +72,18 @@ def check_new(tensors: Sequence[MaskedTensor], strategy: Strategy, new: Containe
         raise SparsifyError(f"{problem}. {remedy} all the same, pass {anyway}.")
 
 
-@torch.no_grad()
-def zero_others(tensors: Sequence[MaskedTensor], selection: Prune, ids: Tensor) -> None:
-    """Sets every candidate entry of the pruned tensors to zero, but for those with these global ids (n,)."""
-    for tensor in tensors:
-        if selection.removes_from(tensor.shape):
-            removed = _candidates(tensor)
-            indices = ids - tensor.offset
+@contextmanager
+def pruned(tensors: Sequence[MaskedTensor], selection: Any, ids: Tensor) -> Iterator[None]:
+    """Sets what ``Prune`` removes, all entries but these global ids (n,), to zero; undone where the block fails."""
+    prunes = [own for own in tensors if isinstance(selection, Prune) and selection.removes_from(own.shape)]
+    with uninterrupted() if prunes else nullcontext(), ExitStack() as undo:
+        for tensor in prunes:
+            weight, indices, removed = tensor.parameter.detach(), ids - tensor.offset, _candidates(tensor)
+            undo.callback(weight.copy_, weight.clone())
             removed[indices[(indices >= 0) & (indices < tensor.numel)].to(removed.device)] = False
-            tensor.parameter.masked_fill_(removed.view(tensor.shape), 0)
+            weight.masked_fill_(removed.view(tensor.shape), 0)
+        yield
+        undo.pop_all()
 
 
 def rank_by_scores(
@@ -208,13 +212,13 @@ def _too_few(tensors: Sequence[MaskedTensor], importance: Importance, wanted: in
 def find_given(tensors: Sequence[MaskedTensor], support: Mapping[str, Tensor], budget: int | float | None) -> Tensor:
     """Global ids (n,), ascending, of a set given as bool masks or flat indices, by tensor name in the plain model."""
     by_name = {plain_name(tensor.name): tensor for tensor in tensors}
-    ids = [torch.empty(0, dtype=torch.int64)]
+    ids = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for name, given in support.items():
         tensor, problem = by_name.get(plain_name(name)), None
         if tensor is None:
             other = next(iter(by_name))
             raise SparsifyError(f"the given set has `{name}`, which is no candidate of this model, as `{other}` is.")
-        entries = torch.as_tensor(given).detach().cpu()
+        entries = torch.as_tensor(given, device="cpu").detach()
         if entries.dtype == torch.bool and entries.shape == tensor.shape:
             entries = entries.flatten().nonzero().squeeze(1)
         if entries.dtype == torch.bool:
@@ -240,7 +244,7 @@ def offer_scores(topk: TopK, blocks: Iterable[Tensor], offset: int, excluded: Te
     """Offers all entries of one tensor but the excluded ones (k,), ascending, by their scores, block by block."""
     start = 0
     for scores in blocks:
-        ends = torch.tensor([start, start + scores.numel()]).to(excluded)
+        ends = excluded.new_tensor([start, start + scores.numel()])
         first, last = torch.searchsorted(excluded, ends).tolist()
         if first < last:
             scores = scores.index_fill(0, excluded[first:last] - start, -torch.inf)

@@ -29,6 +29,7 @@ from sparsify.masked.recompute import release_memory, saving
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.joined import JoiningPass
 from sparsify.selection.policies import AccumulatingPolicy, SelectorFactory, policy_of
+from sparsify.strategies.strategy import check_steps
 from sparsify.training import optimizer_steps
 from sparsify.training.compiled import CompiledGraphs, check_not_exported
 from sparsify.training.distributed import agree, check_ranks_alike, read_base
@@ -132,7 +133,7 @@ class Engine(TrainingStep):
 
     @steps.setter
     def steps(self, steps: int | None) -> None:
-        has_begun = self.step or self.passes
+        steps, has_begun = check_steps(steps), self.step or self.passes
         if steps and self.steps and steps != self.steps and has_begun and not self.policy.static:
             problem = f"steps={steps:,} for a run that has begun with steps={self.steps:,}"
             raise SparsifyError(f"{problem}; extend(model, steps={steps}, optimizer=optimizer) gives it more.")

@@ -84,8 +84,7 @@ def extend_run(engine: Engine, budget: int | float | None, steps: int | None, op
     candidates = {tensor.name: tensor.num_candidates for tensor in engine.tensors if tensor.rows is None}
     kept = engine.policy.kept
     new_budget = engine.budget if budget is None else kept + resolve_budget(budget, engine.strategy, candidates)
-    new_steps = engine.steps if steps is None else steps
-    steps = check_steps(steps)
+    new_steps = engine.steps if steps is None else check_steps(steps)
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
         run = f"a run with budget={engine.budget:,} and steps={engine.steps}"
         raise SparsifyError(f"extend(budget={budget!r}, steps={steps!r}) of {run}; expected no less of either.")

@@ -71,7 +71,6 @@ class Summary:
     budget: int  # entries to unmask in all
     unmasked: int  # entries so far; for repeat-S, in any step so far
     num_candidates: int  # entries that may be selected
-    num_parameters: int  # entries of the whole model, dense and frozen ones included
     num_dense: int  # entries trained dense (``modules_to_save``), apart from the budget
     counts: dict[str, int] = field(repr=False)  # unmasked entries by tensor name
     sizes: dict[str, int] = field(repr=False)  # entries by tensor name
@@ -180,7 +179,6 @@ def summarize(engine: Engine, model: nn.Module, *, verify: bool = False) -> Summ
         budget=engine.budget,
         unmasked=sum(counts.values()),
         num_candidates=sum(tensor.num_candidates for tensor in engine.tensors),
-        num_parameters=num_parameters(engine.root),
         num_dense=sum(parameters[name].numel() for name in engine.dense_names if name in parameters),
         step=engine.step,
         steps=engine.steps,

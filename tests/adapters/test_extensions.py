@@ -14,6 +14,7 @@ from transformers import BertForSequenceClassification
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
+from sparsify.delta.hub import public_config
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 IDS = torch.arange(24).view(4, 6)
@@ -72,6 +73,7 @@ def test_a_peft_model_is_loaded_in_one_call_by_a_record_without_regular_expressi
     SparseDelta.from_model(trained(model)).save(tmp_path / "delta")
     delta = SparseDelta.load(tmp_path / "delta")
     assert not any(char in json.dumps(delta.config["peft"]["default"]) for char in "*+(")
+    assert str(folder) not in json.dumps(public_config(delta.config)), "a path of this machine is private"
     loaded = load_model(folder, tmp_path / "delta")
     assert isinstance(loaded, PeftModel)
     assert not loaded.training

@@ -1,13 +1,18 @@
 """A sparsified model saved as an ordinary checkpoint, or not as a delta."""
 
+import copy
 import json
 
 import pytest
 import torch
+from deltas import bits
 from models import build, loss_of, sparsified, train
 from safetensors.torch import load_file
 
-from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
+from sparsify import SparseDelta, SparsifyError, desparsify, merge_deltas, overlap, sparsify, trained_state
+from sparsify.common.raw_bits import digest
+from sparsify.strategies.importance import Magnitude
+from sparsify.strategies.strategy import Static, Strategy
 
 BUDGET, STEPS = 60, 6
 
@@ -22,6 +27,32 @@ def test_a_delta_of_entries_that_are_not_there_or_not_finite_is_refused():
     torch.optim.SGD([model.sparse_values], lr=0.1).step()
     with pytest.raises(SparsifyError, match=r"`sparse_values` is not finite: the loss or its gradient overflowed"):
         SparseDelta.from_model(model)
+
+
+def test_the_default_device_does_not_matter(tmp_path):
+    """As after ``torch.set_default_device("cuda")``; on the meta device, what lands there by mistake has no values."""
+    (base, batches), folder = build("bert"), tmp_path / "base"
+    base.save_pretrained(folder)
+    one, two = (train(sparsify(copy.deepcopy(base), BUDGET, kind, steps=STEPS), batches) for kind in ("id3", "random"))
+    deltas = [SparseDelta.from_model(one), SparseDelta.from_model(two)]
+
+    def everything():
+        for strategy in ("pafi", Strategy(Magnitude(), Static("spread")), deltas[0].support):
+            budget = None if isinstance(strategy, dict) else BUDGET
+            yield SparseDelta.from_model(sparsify(copy.deepcopy(base), budget, strategy))
+        yield SparseDelta.from_checkpoint(trained_state(one))
+        yield overlap(*deltas, base)
+        for method in ("ties", "dare_ties", "dare_linear"):
+            yield bits(merge_deltas(deltas, method=method, density=0.5).apply(copy.deepcopy(base)))
+        yield bits((deltas[0] + deltas[1]).apply(copy.deepcopy(base)))
+        yield deltas[0].check(folder)
+        merged = deltas[0].merge(folder, tmp_path / f"merged-{torch.get_default_device()}")
+        yield digest(torch.cat([tensor.flatten() for tensor in load_file(merged / "model.safetensors").values()]))
+
+    expected = list(everything())
+    with torch.device("meta"):
+        found = list(everything())
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 import sparsify as package
 from sparsify import DeltaSwitch, SparseDelta, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.common.interrupts import uninterrupted
+from sparsify.strategies.importance import Magnitude
+from sparsify.strategies.strategy import Prune, Strategy
 
 STEPS, BUDGET = 3, 24
 # files that are interrupted; not threading, logging and the like, whose locks would stay locked for other tests
@@ -121,21 +123,26 @@ def test_training_that_is_interrupted_anywhere_goes_on_as_if_it_were_not(strateg
     assert interrupts > moments, "most signals came as interrupts, and the others after a section"
 
 
-@pytest.mark.parametrize("strategy", ["id3", "pafi"])
+PRUNES = Strategy(Magnitude(largest=True), Prune(pretrained=True))
+
+
+@pytest.mark.parametrize("strategy", ["id3", "pafi", PRUNES])
 def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy):
     plain = Tied()
     ids, before = torch.randint(9, (4, 5)), copy.deepcopy(plain.state_dict())
+    after = desparsify(sparsify(copy.deepcopy(plain), 2 * BUDGET, strategy, steps=STEPS)).state_dict()
     with Interrupter() as counter:
-        sparsify(copy.deepcopy(plain), BUDGET, strategy, steps=STEPS)
+        sparsify(copy.deepcopy(plain), 2 * BUDGET, strategy, steps=STEPS)
     generator = random.Random(0)
     for _ in range(40):
         model, at = copy.deepcopy(plain), generator.randrange(1, counter.lines + 1)
         with contextlib.suppress(KeyboardInterrupt), Interrupter(at):
-            sparsify(model, BUDGET, strategy, steps=STEPS)
+            sparsify(model, 2 * BUDGET, strategy, steps=STEPS)
         if not hasattr(model, "sparse_values"):
             assert all(type(one) is type(other) for one, other in zip(model.modules(), plain.modules(), strict=True))
             assert all(parameter.requires_grad for parameter in model.parameters()), f"interrupted at {at}"
-            sparsify(model, BUDGET, strategy, steps=STEPS)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            sparsify(model, 2 * BUDGET, strategy, steps=STEPS)
         assert summary(model, verify=True).verification.ok
         model(ids).backward()
         with contextlib.suppress(KeyboardInterrupt), Interrupter(generator.randrange(1, counter.lines // 3)):
@@ -143,7 +150,7 @@ def test_a_model_whose_conversion_is_interrupted_is_plain_or_sparsified(strategy
         if hasattr(model, "sparse_values"):
             desparsify(model)
         assert model.state_dict().keys() == before.keys()
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(torch.equal(tensor, after[name]) for name, tensor in model.state_dict().items())
         model(ids).backward()
 
 

@@ -16,6 +16,17 @@ def test_a_fingerprint_is_another_where_a_single_bit_is(at, bit):
     assert fingerprint(changed) != fingerprint(LONG)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [1, 2, 2 * ROW])
+def test_a_fingerprint_is_another_where_only_signs_are(dtype, number):
+    values = torch.arange(1, 4 * ROW + 4).to(dtype)
+    changed = values.clone()
+    changed[1 : 2 * number : 2] *= -1  # the sign of every second float32 is the highest bit of 8 bytes
+    assert fingerprint(changed) != fingerprint(values)
+    assert fingerprint(-values) != fingerprint(values)
+    assert fingerprint(torch.zeros(number, dtype=dtype)) != fingerprint(-torch.zeros(number, dtype=dtype))
+
+
 def test_a_fingerprint_is_of_values_in_their_order_and_of_nothing_else():
     values = torch.randn(70, 130)
     assert fingerprint(values.t().contiguous().t()) == fingerprint(values)

@@ -1,7 +1,9 @@
 """A state of other settings is refused before anything has changed, and a run is extended on purpose, exactly."""
 
 import copy
+import json
 
+import numpy as np
 import pytest
 import torch
 from deltas import unchanged
@@ -115,7 +117,8 @@ def test_an_extended_run_is_the_one_that_had_the_larger_budget_from_the_start(na
         model.load_state_dict(state)
         optimizer = OPTIMIZERS[name]([model.sparse_values])
         optimizer.load_state_dict(moments)
-    extend(model, budget=2 * BUDGET, steps=2 * STEPS, optimizer=optimizer)
+    extend(model, budget=2 * BUDGET, steps=np.int64(2 * STEPS), optimizer=optimizer)
+    json.dumps(SparseDelta.from_model(model).config)
     assert model.sparse_values.numel() == 2 * BUDGET
     assert head + run(model, batches[4:], optimizer)[0] == losses
     assert unmasked_sets(model) == unmasked_sets(straight)

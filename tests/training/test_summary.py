@@ -34,8 +34,8 @@ def train(model, steps):
 
 def a_summary(**changes):
     settings = {
-        "strategy": PRESETS["id3"], "budget": 10, "unmasked": 6, "num_candidates": 40, "num_parameters": 60,
-        "num_dense": 0, "step": 3, "steps": 5, "updates": 12, "state_bytes": 1234,
+        "strategy": PRESETS["id3"], "budget": 10, "unmasked": 6, "num_candidates": 40, "num_dense": 0,
+        "step": 3, "steps": 5, "updates": 12, "state_bytes": 1234,
         "counts": {"a": 2, "b": 4, "c": 0, "d": 0}, "sizes": {"a": 10, "b": 10, "c": 10, "d": 10},
     }  # fmt: skip
     return Summary(**{**settings, **changes})
@@ -48,7 +48,6 @@ def test_a_fresh_model_has_nothing_unmasked(model):
     assert found.sizes == SIZES
     assert found.num_candidates == sum(SIZES.values()) - 4  # the padding row is none
     assert found.num_dense == 5 * 3 + 3
-    assert found.num_parameters == sum(SIZES.values()) + 5 * 3 + 3
     assert found.tensor_sparsity == 1
     assert found.selection_entropy == 0
     assert found.verification is None

@@ -188,12 +188,12 @@ class Layout:
         parts = []
         for window in self.windows:
             corners = np.ravel_multi_index(tuple((s.start, s.stop - 1) for s in window.box), self.shape, mode="clip")
-            begin, end = torch.searchsorted(indices, torch.from_numpy(corners) + torch.tensor([0, 1])).tolist()
+            begin, end = torch.searchsorted(indices, torch.from_numpy(corners + np.array([0, 1]))).tolist()
             near = torch.stack(torch.unravel_index(indices[begin:end], self.shape))  # (ndim, count) coordinates
-            local = near - torch.tensor([s.start for s in window.box])[:, None]
-            inside = ((local >= 0) & (local < torch.tensor(window.place.shape)[:, None])).all(dim=0)
+            local = near - near.new_tensor([s.start for s in window.box])[:, None]
+            inside = ((local >= 0) & (local < local.new_tensor(window.place.shape)[:, None])).all(dim=0)
             if (entries := inside.nonzero().flatten()).numel():
-                offset, strides = int(window.place.storage_offset()), torch.tensor(window.place.stride())
+                offset, strides = int(window.place.storage_offset()), local.new_tensor(window.place.stride())
                 flat, order = (offset + strides @ local[:, entries]).sort()
                 parts.append(Part(window.key, flat, begin + entries[order]))
         return parts
@@ -202,7 +202,7 @@ class Layout:
         """The tensor itself, from stored ones by name: a view if it is a single box."""
         if len(self.windows) == 1:
             return self.windows[0].view(read(self.windows[0].key))
-        result = torch.empty(self.shape, dtype=read(self.windows[0].key).dtype)
+        result = read(self.windows[0].key).new_empty(self.shape)
         for window in self.windows:
             result[window.box] = window.view(read(window.key))
         return result

@@ -132,7 +132,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def take(self, layout: Layout, indices: Tensor) -> Tensor:
         """The values (count,) at flat positions (count,) int64, strictly increasing; only their pages are read."""
-        values = torch.empty(indices.numel(), dtype=self.dtype(layout))
+        values = indices.new_empty(indices.numel(), dtype=self.dtype(layout))
         for part in layout.locate(indices):
             values[part.entries] = self.read(part.key).take(part.indices)
         return values

@@ -51,7 +51,7 @@ def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str
     ids, order = read(IDS)[:count].long().sort()
     base, values = (read(name)[:count][order] for name in (BASE, VALUES))
     ends = list(accumulate(math.prod(shape) for _, shape, *_ in record["tensors"]))
-    counts = torch.searchsorted(ids, torch.tensor([0, *ends])).diff().tolist()
+    counts = torch.searchsorted(ids, torch.tensor([0, *ends], device=ids.device)).diff().tolist()
     tensors: dict[str, TensorDelta] = {}
     in_whole = 0
     entries = zip(*(part.split(counts) for part in (ids, base, values)), strict=True)

@@ -67,4 +67,6 @@ def _checkpoint(config: Any) -> str:
     model, cache = config.model_config, config.load_config.download_dir
     if Path(model.model).exists():
         return str(model.model)
-    return snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)
+    return snapshot_download(  # vLLM has not downloaded every file
+        model.model, revision=model.revision, cache_dir=cache, allow_patterns="config.json", local_files_only=True
+    )
