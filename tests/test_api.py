@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_sparsified_is_refused():
     sharded.head.weight.ds_id = 7
     refused = {
         r"expected a torch\.nn\.Module, got dict": {},
-        "TorchScript": torch.jit.script(nn.Linear(2, 2)),
+        "TorchScript": nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2))),
         r"`weight` is lazy.*run a forward pass": nn.LazyLinear(2),
         "outside of inference mode": torch.inference_mode()(lambda: nn.Linear(2, 2))(),
         "the model's own `sparse_ids`.* rename it": own,

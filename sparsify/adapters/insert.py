@@ -12,7 +12,6 @@ those of AdapterHub's ``adapters`` 1.3:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class AdapterConfig:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise SparsifyError(f"kind={self.kind!r:.100} is no kind of adapter; expected {' or '.join(KINDS)}.")
         factor, name, modules = self.reduction_factor, self.name, self.target_modules
-        if isinstance(factor, bool) or not isinstance(factor, Real) or not _LEAST_FACTOR <= factor < math.inf:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not _LEAST_FACTOR <= factor < math.inf:
             raise SparsifyError(f"reduction_factor={factor!r:.100}; expected a number of at least 1/1024, such as 16.")
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
             expected = "a word without dots that is no method of a dict, such as 'default'."

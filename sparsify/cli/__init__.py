@@ -39,6 +39,7 @@ def make_app() -> Any:
 def main() -> None:
     """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback, a warning a line."""
     logging.disable(logging.WARNING)  # other libraries' about their own installation
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # not every terminal or file has all of Unicode
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"sparsify: {message}", file=sys.stderr)

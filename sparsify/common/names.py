@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from sparsify.errors import SparsifyError
 
@@ -72,7 +72,7 @@ def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> di
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=remove_duplicate)
         for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        if buffer is not None and buffer.layout is strided and name not in module._non_persistent_buffers_set
     }
 
 

@@ -1,12 +1,12 @@
 """Raw bits of tensors: hash and compare them, for any dtype and strides."""
 
 import hashlib
-from functools import cache
 
 import torch
 from torch import Tensor
 
 ROW, AT_ONCE = 1 << 12, 1 << 20  # words of 4 bytes: of a row, and that are hashed together
+ODD = torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
 
 
 def as_bits(values: Tensor) -> Tensor:
@@ -33,17 +33,12 @@ def fingerprint(values: Tensor) -> str:
     as_bytes = values.detach().reshape(-1).contiguous().view(torch.uint8)
     as_bytes = as_bytes.clone() if as_bytes.storage_offset() % 4 else as_bytes  # words begin at words
     words, rest = as_bytes[: as_bytes.numel() // 4 * 4], as_bytes[as_bytes.numel() // 4 * 4 :]
-    odd, sums = _odd_numbers().to(values.device), [rest.long()]
+    odd, sums = ODD.to(values.device), [rest.long()]
     for part in words.view(torch.int32).split(AT_ONCE):
         rows = part[: part.numel() // ROW * ROW]
         sums.append((rows.view(-1, ROW) * odd).sum(1))
         sums.append((part[rows.numel() :] * odd[: part.numel() - rows.numel()]).sum(0, keepdim=True))
     return hashlib.sha256(f"{as_bytes.numel()}:".encode() + torch.cat(sums).cpu().numpy().tobytes()).hexdigest()
-
-
-@cache
-def _odd_numbers() -> Tensor:
-    return torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -148,7 +148,7 @@ def _can_wait(left: Tensor, right: Tensor) -> bool:
 
 def linear_gradient(x: Tensor, grad_rows: Tensor, transposed: bool) -> Product:
     """Returns the gradient of a linear layer's weight for inputs (..., in) and output gradients (n, out)."""
-    rows = x.reshape(-1, x.shape[-1])  # (n, in)
+    rows = x.to_dense().reshape(-1, x.shape[-1])  # (n, in)
     return Product(rows, grad_rows) if transposed else Product(grad_rows, rows)
 
 

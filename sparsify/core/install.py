@@ -86,5 +86,5 @@ def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn
 
 def frozen_row(owners: Owners) -> int | None:
     """Returns the row of a parameter that is no candidate: an embedding's ``padding_idx``."""
-    rows = (each.padding_idx for each, name in owners if name == "weight" and isinstance(each, nn.Embedding))
-    return next((row for row in rows if row is not None), None)
+    tables = (each for each, name in owners if name == "weight" and isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    return next((each.padding_idx for each in tables if each.padding_idx is not None), None)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -240,10 +239,10 @@ class DeltaSequence(DeltaSum):
         return dense
 
     def _config(self) -> dict[str, Any]:
-        """The last stage's config, but for the base, and the numbers of entries."""
-        first, last = self.terms[0][1].config, self.terms[-1][1].config
-        config = {key: value for key, value in last.items() if key not in _OF_ONE_TRAINING}
-        config |= {key: value for key, value in first.items() if key.startswith("base_")}
+        """What the last stage to record it does, but for the base, and the numbers of entries."""
+        configs = [{key: value for key, value in delta.config.items() if value} for _, delta in self.terms]
+        config = {key: own[key] for own in configs for key in own if key not in _OF_ONE_TRAINING}
+        config |= {key: value for key, value in configs[0].items() if key.startswith("base_")}
         return {**config, "stages": [delta.num_entries for _, delta in self.terms]}
 
 
@@ -252,10 +251,10 @@ def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
 
 
 def finite(number: Any, verb: str) -> float:
-    size: Any = abs(number) if isinstance(number, Real) else math.inf
-    if not size <= sys.float_info.max:  # nor is NaN
-        raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
-    return float(number)
+    with suppress(OverflowError):  # of an int
+        if isinstance(number, Real) and math.isfinite(number):
+            return float(number)
+    raise SparsifyError(f"a delta cannot be {verb} by {number!r:.60}; expected a finite number.")
 
 
 def change(name: str, part: TensorDelta, target: Tensor) -> Tensor:
@@ -300,7 +299,8 @@ class DeltaMerge(DeltaSum):
             kept = changes.abs().topk(round(self.density * changes.numel())).indices
             return torch.zeros_like(changes).index_copy_(0, kept, changes[kept])
         generator = torch.Generator().manual_seed(int(hashlib.sha256(seed.encode()).hexdigest()[:15], 16))
-        return changes * (torch.rand(changes.shape, generator=generator, device="cpu") < self.density) / self.density
+        drawn = torch.rand(changes.shape, generator=generator, dtype=torch.float32, device="cpu")
+        return changes * (drawn < self.density) / self.density
 
 
 def merge_deltas(

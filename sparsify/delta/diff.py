@@ -22,7 +22,7 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
         expected = "a number of entries, at least 1, a share of all as a float in (0, 1), or None for all of them"
         raise SparsifyError(f"budget={budget!r}; expected {expected}.")
     old, new = open_base(base), open_base(tuned)
-    ties = {} if isinstance(new, Checkpoint) else tied_names(new)
+    ties = new.conversion.tied if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
     _check_comparable(names, old, ties.values())
     if isinstance(budget, float):
@@ -45,8 +45,8 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
             found[name] = indices, change[:0]
     if not found and not dense:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
-    for names in [] if isinstance(old, Checkpoint) else tied_names(old).values():
-        if len(tied := [name for name in names if name in found]) > 1:
+    for names in (old.conversion.tied if isinstance(old, Checkpoint) else tied_names(old)).values():
+        if len(tied := [name for name in names if name in found]) > 1 and same_values(*map(old.__getitem__, tied[:2])):
             one = f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model"
             raise BaseMismatchError(f"{one}: load the base with these weights untied, or tie the tuned model's.")
     tensors = {}
@@ -80,7 +80,8 @@ def _check_comparable(names: list[str], old: NamedTensors, ties: Iterable[list[s
         raise BaseMismatchError(f"the base has none of the tuned model's tensors (`{names[0]}`): {remedy}")
     for first, *others in ties:
         for other in others:
-            if first in old and other in old and not same_values(old[first], old[other]):
+            is_one = {first, other} <= {*names} or not {first, other} <= old.keys()
+            if not (is_one or same_values(old[first], old[other])):
                 one = f"`{first}` and `{other}` are one tensor in the tuned model and two in the base"
                 raise BaseMismatchError(f"{one}: untie the tuned model's, or take the base that it was tuned from.")
 

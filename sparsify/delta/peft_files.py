@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsify.common.names import near_names, tied_names
 from sparsify.common.raw_bits import digest
 from sparsify.delta import format as delta_format
-from sparsify.delta.checkpoint.reader import open_base, read_header, read_json
+from sparsify.delta.checkpoint.reader import Checkpoint, open_base, read_header, read_json
 from sparsify.delta.entries import DTYPES, Base, Config, DeltaParts, StrPath, TensorDelta, check, one_of
 from sparsify.delta.patch_plan import check_fits
 from sparsify.errors import BaseMismatchError, DeltaFormatError, SparsifyError, brief
@@ -85,7 +85,7 @@ def write_adapter(folder: Path, delta: DeltaParts, base: str | None = None) -> N
 
 def convert_adapter(folder: StrPath, base: Base) -> DeltaParts:
     folder, tensors = Path(folder), open_base(base)
-    ties = tied_names(base) if isinstance(base, nn.Module) else {}
+    ties = tied_names(base) if isinstance(base, nn.Module) else Checkpoint(base).conversion.tied
     found: dict[str, TensorDelta] = {}
     try:
         config = read_json(folder / CONFIG_NAME)
@@ -134,7 +134,8 @@ def _read_weights(path: Path, method: str) -> tuple[dict[str, tuple[Tensor, Tens
     if not path.is_file():
         pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
         raise SparsifyError(f"it has no `{path.name}`: give the folder that PEFT's `save_pretrained` wrote; {pickle}")
-    stored = {key.removeprefix(PREFIX): own.clone() for key, own in safetensors.torch.load_file(path).items()}
+    found = {key.removeprefix(PREFIX): own.clone() for key, own in safetensors.torch.load_file(path).items()}
+    stored = {name: own for name, own in found.items() if ".base_layer." not in name}  # PEFT's copies of embeddings
     values_key, indices_key = METHODS[method], f"{method}_indices"
     partners = {values_key: indices_key, indices_key: values_key}
     layers: dict[str, tuple[Tensor, Tensor]] = {}

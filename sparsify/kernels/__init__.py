@@ -13,18 +13,14 @@ import torch
 
 OLDEST = (8, 0)  # compute capability of a GPU that the kernels are compiled for
 _LOG = logging.getLogger("sparsify")
+_found = cache(find_spec)
 
 
 def has_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run on the device; those of its interpreter (``TRITON_INTERPRET=1``) run on any."""
-    if not _is_installed():
+    if _found("triton") is None:
         return False
     return os.environ.get("TRITON_INTERPRET") == "1" or (device.type == "cuda" and _builds(device))
-
-
-@cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
 
 
 @cache

@@ -75,7 +75,7 @@ class MaskedParameter(nn.Parameter):
             tensor = parameter.masked_tensor
             if tensor is not None and traced:
                 return tensor.collector.compiled.tap(tensor, parameter)
-            read = parameter.detach() if tensor is None else tap(parameter, tensor)
+            read = parameter.view_as(parameter) if tensor is None else tap(parameter, tensor)
             if tensor is not None and read.grad_fn is not None and not tensor.collector.in_forward:
                 read.register_hook(lambda _: _warn_of_read(tensor))  # fully_shard() only looks at it
             taps.append((read, parameter))

@@ -143,7 +143,7 @@ class Custom(Importance):
         if not isinstance(scores, Tensor) or scores.shape != weight.shape:
             made = f"made {getattr(scores, 'shape', scores)} of a block of shape {tuple(weight.shape)}; expected"
             raise SparsifyError(f"the importance {self.name!r} {made} a score for every entry, in that shape.")
-        return scores
+        return scores if scores.is_floating_point() else scores.to(weight.dtype)
 
 
 IMPORTANCES: dict[str, Any] = {kind.name: kind for kind in (D3, Fisher, GSNR, SNIP, Magnitude, Random, Bias)}

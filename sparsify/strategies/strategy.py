@@ -97,8 +97,8 @@ class Increment:
             gradients, the first pass, and on one rank. Each follows the schedule by itself.
     """
 
-    select: str = field(default="all", repr=False, metadata={"new": True})
-    allocation: str | dict[str, int | float] = field(default="global", repr=False, metadata={"new": True})
+    select: str = field(default="all", repr=False)
+    allocation: str | dict[str, int | float] = field(default="global", repr=False)
     name = "increment"
 
     def __post_init__(self) -> None:
@@ -227,15 +227,9 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
 
 
 def _to_dict(part: Any) -> dict[str, Any] | None:
-    """The name and settings of an importance or selection; its settings are the fields that are compared.
-
-    A new setting is left out at its default, as in the records from before there was one.
-    """
-    if part is None:
-        return None
-    settings = [(item, getattr(part, item.name)) for item in fields(part) if item.compare]
-    own = {item.name: value for item, value in settings if "new" not in item.metadata or value != item.default}
-    return {"name": part.name, **own}
+    """The name and settings of an importance or selection; its settings are the fields that are compared."""
+    own = {} if part is None else {item.name: getattr(part, item.name) for item in fields(part) if item.compare}
+    return None if part is None else {"name": part.name, **own}
 
 
 def _from_dict(kinds: dict[str, Any], data: dict[str, Any] | None, part: str) -> Any:

@@ -54,7 +54,8 @@ def find_targets(
     if isinstance(modules_to_save, str):
         raise SparsifyError(f"modules_to_save={modules_to_save!r}; expected a list, as in [{modules_to_save!r}].")
     modules = dict(model.named_modules())
-    to_save = with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
+    whole = match_modules(model, modules_to_save or None, "modules_to_save")
+    to_save = with_children(whole, modules)
     excluded = with_children(match_modules(model, exclude_modules, "exclude_modules"), modules)
     targeted = set(modules) if target_modules is None else match_modules(model, target_modules, "target_modules")
     dense = to_save | {name for name in modules if PEFT_SAVED in name.split(".")}
@@ -84,6 +85,10 @@ def find_targets(
             candidates.append(Candidate(name, parameter, tuple(places), rows.get(parameter)))
         elif parameter.requires_grad:
             (saved if holders & dense else frozen)[name] = parameter
+    for name in sorted(whole):
+        if (own := [*modules[name].parameters()]) and not any(parameter.requires_grad for parameter in own):
+            remedy = "requires_grad_(True) before sparsify(), or leave it out"
+            raise SparsifyError(f"`{name}` is in modules_to_save, but is frozen: call its {remedy}.")
     if all(candidate.rows for candidate in candidates):
         raise SparsifyError(_nothing_left(owners, target_modules))
     if target_modules is not None:
@@ -100,7 +105,8 @@ def _find_rows(
     rows: dict[nn.Parameter, tuple[int, ...]] = {}
     if tokens is not None and not isinstance(tokens, dict):
         table = input_table(model)
-        tokens = {next((n for n, m in modules.items() if m._parameters.get("weight") is table), "embed_tokens"): tokens}
+        named = (n for n, m in modules.items() if table is not None and m._parameters.get("weight") is table)
+        tokens = {next(named, "embed_tokens"): tokens}
     for suffix, chosen in (tokens or {}).items():
         for name in sorted(match_modules(model, [suffix], _TOKENS)):
             module, padding = modules[name], getattr(modules[name], "padding_idx", None)

@@ -75,7 +75,7 @@ def mask_candidates(targets: Targets) -> dict[ModelTensor, Owners]:
 
 def check_model(model: Any) -> None:
     check_module(model)
-    if isinstance(model, torch.jit.ScriptModule):
+    if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
         raise SparsifyError("a TorchScript module cannot be sparsified; sparsify the Python module it was made from.")
     if type(model).__name__ == "OptimizedModule":
         raise SparsifyError("the model is wrapped by torch.compile; call sparsify() first, then torch.compile(model).")

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -300,6 +301,7 @@ BAD_ARGUMENTS = [
     ({"reduction_factor": 0}, "reduction_factor=0; expected a number of at least 1/1024"),
     ({"reduction_factor": float("nan")}, "reduction_factor=nan; expected"),
     ({"reduction_factor": True}, "reduction_factor=True; expected"),
+    ({"reduction_factor": np.int64(4)}, r"reduction_factor=np.int64\(4\); expected"),
     ({"adapter_name": "a.b"}, "adapter_name='a.b' cannot be part of a parameter's name"),
     ({"adapter_name": "keys"}, "adapter_name='keys' cannot be"),
     ({"target_modules": ["no_such"]}, "target_modules: 'no_such' matches no module of the model"),

@@ -73,7 +73,7 @@ def plain(tmp_path, base):
     return tmp_path / "delta" / "sparse_delta.safetensors"
 
 
-def test_info_shows_where_the_entries_are(run, tmp_path, saved):
+def test_info_shows_where_the_entries_are(run, tmp_path, saved, monkeypatch):
     text = run("info", tmp_path / "delta")
     for part in (f"{saved.num_entries} in", "user/base", "head.weight (2, 3)", "an entry, all included", "█"):
         assert part in text
@@ -82,6 +82,10 @@ def test_info_shows_where_the_entries_are(run, tmp_path, saved):
     narrow = run("info", tmp_path / "delta", columns=80)
     assert "█" * 20 in narrow
     assert "█…" not in narrow
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # as of a file on Windows
+    assert "?" * 20 in subprocess.check_output(
+        [sys.executable, "-m", "sparsify", "info", tmp_path / "delta"], text=True
+    )
     found = json.loads(run("info", tmp_path / "delta" / "sparse_delta.safetensors", "--json"))
     assert found["entries"] == saved.num_entries
     counts = {name: part.count for name, part in saved.tensors.items()}

@@ -4,6 +4,7 @@ import copy
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from deltas import bits, close, fine_tuned, make_base, task, unchanged
@@ -71,7 +72,15 @@ def test_what_has_no_meaning_is_a_type_error(nonsense):
 
 @pytest.mark.parametrize(
     ("factor", "shown"),
-    [("a", "'a'"), ([2], r"\[2\]"), (None, "None"), (2j, "2j"), (10**400, "1000"), (math.nan, "nan")],
+    [
+        ("a", "'a'"),
+        ([2], r"\[2\]"),
+        (None, "None"),
+        (2j, "2j"),
+        (10**400, "1000"),
+        (math.nan, "nan"),
+        (np.float32("inf"), ".*inf"),
+    ],
 )
 def test_what_is_no_number_is_no_coefficient(factor, shown):
     delta = task(make_base(), 1)
@@ -184,6 +193,8 @@ def test_a_head_goes_on_through_the_stages():
     final = fine_tuned(tuned, 2)
     second = SparseDelta.diff(tuned, final, progress=False)
     second.whole["2.bias"] = second.tensors.pop("2.bias") and final[2].bias.detach()
+    first.config["model_config"], second.config["model_config"] = {"id2label": {"0": "no"}}, {}
+    assert first.then(second).on(copy.deepcopy(base)).config["model_config"] == {"id2label": {"0": "no"}}, "the head's"
     assert bits(first.then(second).apply(base)) == bits(final)
     for wrong in (lambda: (first + first).then(second), lambda: first.then(second + second), lambda: first.then("x")):
         with pytest.raises(SparsifyError, match=r"evaluate a sum first, `total.on\(base\).then\(second\)`"):
@@ -266,6 +277,11 @@ def test_dare_drops_a_share_and_scales_the_others_up(method):
     merged = [merge_deltas([delta], method=method, density=0.5, seed=seed).on(base, "add") for seed in (0, 0, 1)]
     assert merged[0] == merged[1] != merged[2]
     assert 0.2 < merged[0].num_entries / delta.num_entries < 0.8
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert merge_deltas([delta], method=method, density=0.5, seed=1).on(base, "add") == merged[2]
+    finally:
+        torch.set_default_dtype(torch.float32)
     for name, part in merged[0].tensors.items():
         change = (delta.tensors[name].values - dict(base.named_parameters())[name].detach().flatten())[part.indices]
         torch.testing.assert_close(part.values, change * 2)

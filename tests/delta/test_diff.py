@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from requirements import fuses_at_load
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, XLMRobertaConfig, XLMRobertaForMaskedLM
 
 from sparsify import sparsify
 from sparsify.delta.sparse_delta import SparseDelta
@@ -112,6 +113,49 @@ def test_a_tied_tensor_is_stored_once_and_one_that_is_tied_in_one_of_the_models_
     loose = untied(base)
     with diff(loose, fine_tuned(loose, 1)).applied(loose):  # untied in both: two tensors
         assert not torch.equal(loose["head"].weight, loose["embed"].weight)
+
+
+def llama_with_a_head(is_tied):
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**config, vocab_size=40, tie_word_embeddings=is_tied))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_checkpoints_of_which_one_alone_is_tied_are_refused_as_models_are(tmp_path, is_tied):
+    base, tuned = llama_with_a_head(is_tied), llama_with_a_head(not is_tied)
+    with torch.no_grad():
+        tuned.model.embed_tokens.weight[3, 3] += 1
+        tuned.lm_head.weight[5, 5] += 1
+    for model, name in ((base, "base"), (tuned, "tuned")):
+        model.save_pretrained(tmp_path / name)
+    for pair in ((base, tuned), (tmp_path / "base", tmp_path / "tuned")):
+        with pytest.raises(BaseMismatchError, match=r"are one tensor in the .* and two in the"):
+            diff(*pair)
+
+
+def test_a_tied_table_of_a_checkpoint_has_the_first_of_its_names(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    base = XLMRobertaForMaskedLM(XLMRobertaConfig(**sizes, vocab_size=40))
+    changed = copy.deepcopy(base)
+    with torch.no_grad():
+        changed.get_input_embeddings().weight[3, 3] += 1
+    for model, name in ((base, "base"), (changed, "tuned")):
+        model.save_pretrained(tmp_path / name)
+    assert diff(tmp_path / "base", tmp_path / "tuned") == diff(base, changed)
+
+
+def test_buffers_that_earlier_versions_stored_are_no_new_tensors(tmp_path):
+    base, changed = llama_with_a_head(False), llama_with_a_head(False)
+    with torch.no_grad():
+        changed.lm_head.weight[3, 3] += 1
+    base.save_pretrained(tmp_path / "base")
+    changed.save_pretrained(tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "a.new.head": torch.ones(2)}
+    safetensors.torch.save_file(safetensors.torch.load_file(file) | old, file, metadata={"format": "pt"})
+    delta = diff(tmp_path / "base", tmp_path / "tuned")
+    assert (delta.num_entries, list(delta.whole)) == (1, ["a.new.head"])
 
 
 def test_a_tied_tensor_that_a_checkpoint_stores_under_both_names_is_one(tmp_path):

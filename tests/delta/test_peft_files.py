@@ -9,6 +9,7 @@ from models import bert, train
 from peft import LoraConfig, ShiraConfig, SupertuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsify import BaseMismatchError, DeltaFormatError, SparseDelta
 from sparsify.delta.peft_files import METHODS
@@ -196,3 +197,23 @@ def test_tensors_that_belong_nowhere_are_refused(folder, base):
     unreadable(folder, base, "`head.weight` is neither a tensor of the base nor in one of its `modules_to_save`")
     save_file({**tensors, "base_model.model.classifier.bias": torch.zeros(9)}, file)
     unreadable(folder, base, r"`classifier.bias` has shape \(3,\) in the model, \(9,\)", BaseMismatchError)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_adapter_on_the_output_layer_is_read_where_that_is_a_tensor_of_its_own(is_tied, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, tie_word_embeddings=is_tied)).eval()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(copy.deepcopy(base), ShiraConfig(target_modules=["lm_head"], r=2))
+    for name, parameter in model.named_parameters():
+        if "shira" in name:
+            parameter.data += 1
+    model.save_pretrained(tmp_path / "shira", save_embedding_layers=False if is_tied else "auto")
+    for given in (base, tmp_path / "base"):
+        if is_tied:
+            unreadable(tmp_path / "shira", given, "`lm_head.weight`, which in this base is one tensor with")
+        else:
+            tuned = SparseDelta.from_peft(tmp_path / "shira", given).apply(copy.deepcopy(base))
+            ids = torch.arange(6)[None]
+            assert torch.equal(tuned(ids).logits, model(ids).logits)

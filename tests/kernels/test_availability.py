@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 7)  # that is not there
 @pytest.fixture
 def a_gpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(kernels, "_is_installed", lambda: True)
+    monkeypatch.setattr(kernels, "_found", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     builds = kernels._builds
     builds.cache_clear()
@@ -62,5 +62,5 @@ def test_no_device_is_asked_without_triton_or_under_its_interpreter(a_gpu):
     assert not kernels.has_triton(torch.device("cpu"))
     a_gpu.setenv("TRITON_INTERPRET", "1")
     assert kernels.has_triton(torch.device("cpu"))
-    a_gpu.setattr(kernels, "_is_installed", lambda: False)
+    a_gpu.setattr(kernels, "_found", lambda name: None)
     assert not kernels.has_triton(GPU)

@@ -9,7 +9,7 @@ from oracle import model_gradients, sparsify_fully
 from torch import nn
 from torch.nn import functional as F
 
-from sparsify import sparsify
+from sparsify import get_engine, sparsify
 
 DIM = 4
 
@@ -126,3 +126,30 @@ def test_a_root_with_parameters_of_its_own_is_brought_in_step_before_they_are_ta
     expected = torch.tensor(before + 0.5) if change == "values" else torch.tensor(before).bfloat16()
     assert model.weight.item() == expected.item()
     assert model.sparse_values.grad.item() == 3.0
+
+
+@pytest.mark.parametrize("strategy", ["pafi", "random"])
+def test_the_padding_row_of_a_bag_is_no_candidate(strategy):
+    (tensor,) = get_engine(sparsify(nn.EmbeddingBag(6, 4, padding_idx=2), 20, strategy)).tensors
+    assert sorted(set((tensor.indices // 4).tolist())) == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_graph_network_with_sparse_features_and_a_sparse_buffer_trains(layout):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.register_buffer("edges", torch.eye(4).to_sparse(layout=layout))
+
+        def forward(self, x):
+            return self.edges @ self.layer(x)
+
+    x = torch.eye(4, 5)
+    plain, model = Graph(), Graph()
+    model.load_state_dict(plain.state_dict())
+    sparsify(model, 18, "pafi")  # all entries
+    plain(x.to_sparse(layout=layout)).square().sum().backward()
+    model(x.to_sparse(layout=layout)).square().sum().backward()
+    grads = torch.cat([plain.layer.weight.grad.flatten(), plain.layer.bias.grad])
+    torch.testing.assert_close(model.sparse_values.grad.sort().values, grads.sort().values)

@@ -290,3 +290,14 @@ def test_layers_without_inputs_or_outputs_change_nothing(inputs, outputs, strate
     x = torch.randn(3, DIM)
     (model[0](x).square().sum() + model[1](x[:, :inputs]).square().sum()).backward()
     assert model.sparse_values.grad.any()
+
+
+@pytest.mark.parametrize("copied", [nn.Parameter, copy.deepcopy], ids=["parameter", "deepcopy"])
+def test_a_copy_of_a_masked_weight_trains_as_a_parameter_of_its_own(copied):
+    model = sparsify(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), 5, "id3", steps=3)
+    probe, x = nn.Linear(4, 4), torch.randn(3, 4)
+    probe.weight = copied(model[0].weight).requires_grad_()
+    before = model[0].weight.detach().clone()
+    probe(x).sum().backward()
+    torch.testing.assert_close(probe.weight.grad, x.sum(0).expand(4, 4))
+    assert torch.equal(model[0].weight, before)

@@ -15,7 +15,7 @@ from oracle import unmasked_sets
 from torch import nn
 from twins import Twins, masks_of
 
-from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary
 from sparsify.adapters import add_adapters
 from sparsify.core.importance import D3
 from sparsify.selection.static import calibrate, draw, spread, spread_cap
@@ -264,6 +264,20 @@ def test_the_cap_lets_as_many_be_found_as_are_asked_for(data):
     torch.manual_seed(data.draw(st.integers(0, 9)))
     found = [spread(torch.rand(shape).mul(3).round(), cap) for shape in shapes]
     assert sum(int(own.isfinite().sum()) for own in found) >= number
+
+
+small = register_importance("test-static-small", uses_gradient=False)(lambda weight: weight.abs() < 0.5)
+ranks = register_importance("test-static-ranks", uses_gradient=False)(lambda weight: -weight.abs().mul(99).long())
+
+
+@pytest.mark.parametrize("selection", [Static(), Static("spread")])
+@pytest.mark.parametrize("importance", [small, ranks], ids=["bool", "int"])
+def test_scores_may_be_of_any_dtype(importance, selection):
+    model = nn.Embedding(10, 8, padding_idx=4)
+    model.weight.data[::2] = torch.arange(1, 41).view(5, 8) / 100  # all below 0.5, and the others above
+    model.weight.data[1::2] = 1 + torch.rand(5, 8)
+    (tensor,) = get_engine(sparsify(model, 8, Strategy(importance, selection))).tensors
+    assert set((tensor.indices // 8).tolist()) <= {0, 2, 6, 8}
 
 
 useless = register_importance("test-static-useless")(lambda weight, grad: weight * torch.nan)

@@ -28,7 +28,7 @@ def test_strategies_survive_json(strategy):
 def test_the_json_has_names_and_settings_and_may_be_from_before_there_were_allocations():
     assert PRESETS["id3"].to_dict() == {
         "importance": {"name": "d3", "exp": 2, "eps": 1},
-        "selection": {"name": "increment"},
+        "selection": {"name": "increment", "select": "all", "allocation": "global"},
     }
     assert Strategy(cubed, Increment()).to_dict()["importance"] == {"name": "test-strategies-cubed"}
     assert PRESETS["fish"].to_dict()["importance"] == {"name": "fisher", "num_samples": 1024}

@@ -101,9 +101,12 @@ def test_a_frozen_parameter_is_neither_a_candidate_nor_dense_nor_to_be_frozen_an
     model.head.requires_grad_(False)
     message = r"matched 2 modules .*; 1 of them hold none that .*: blocks\.0\.query\.$"
     with pytest.warns(UserWarning, match=message):
-        targets = find_targets(model, target_modules=["query"], modules_to_save=["head"])
+        targets = find_targets(model, target_modules=["query"])
     assert names(targets) == ["blocks.1.query.weight", "blocks.1.query.bias"]
-    assert targets.saved == {}
+    with pytest.raises(
+        SparsifyError, match=r"`head` is in modules_to_save, but is frozen: call its requires_grad_\(True"
+    ):
+        find_targets(model, modules_to_save=["blocks.1", "head"])
     assert not any(name.startswith("blocks.0") for name in targets.frozen)
 
 

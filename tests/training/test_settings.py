@@ -29,7 +29,7 @@ def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
 
 
 OTHERS = {
-    "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment, and .* importance=mag"),
+    "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment\(.*\), and .* importance=mag"),
     "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
     "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(model, \.\.\.\) gives more"),
     "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; "),

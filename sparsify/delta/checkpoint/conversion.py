@@ -32,17 +32,17 @@ class Conversion:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         self.layouts: dict[str, Layout | str] = {}
-        self.problem, self._prefix, self._tied = "", "", dict[str, list[str]]()
+        self.problem, self._prefix, self.tied = "", "", dict[str, list[str]]()
         try:
             model = _model_without_weights(folder, len(shapes))
-            self._prefix, self._tied = model.base_model_prefix, tied_names(model)
+            self._prefix, self.tied = model.base_model_prefix, tied_names(model)
             self.layouts = _convert(model, shapes)
         except SparsifyError as error:
             self.problem = str(error)
 
     def aliases(self, name: str) -> list[str]:
         """A tensor's names in ``layouts``, the first of tied ones first, with and without the prefix under the head."""
-        tied = [tied for plain in self._prefixed(name) for tied in self._tied.get(plain, (plain,))]
+        tied = [tied for plain in self._prefixed(name) for tied in self.tied.get(plain, (plain,))]
         return [alias for plain in tied for alias in self._prefixed(plain) if alias in self.layouts]
 
     def find(self, name: str) -> "list[Layout]":
@@ -113,11 +113,14 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, La
     expected = model.state_dict()
     layouts: dict[str, Layout | str] = {}
     converting: dict[str, Any] = {}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     for key in sorted(shapes, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if name not in expected and key in expected:  # the rules were for an older layout of the checkpoint
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
         layout = Layout.stored(key, shapes[key])
+        if name not in expected and re.search("|".join(ignored), name):  # a buffer of earlier versions
+            continue
         if pattern is None:
             layouts.setdefault(name, layout)
         else:

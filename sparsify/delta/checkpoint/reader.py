@@ -82,7 +82,8 @@ class Checkpoint(Mapping[str, Tensor]):
         if self.conversion.problem:
             return list(self)
         first = {name: self.conversion.aliases(name)[0] for name in self.conversion.layouts}
-        return [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
+        kept = [name for name, own in first.items() if name == own or not same_values(self[name], self[own])]
+        return [self.conversion.tied.get(name, [name])[0] if name == first[name] else name for name in kept]
 
     def lacking(self, names: Iterable[str]) -> list[str]:
         """Those of a model's names that ``from_pretrained`` would not find here; none if it does not know the model."""

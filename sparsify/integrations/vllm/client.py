@@ -214,7 +214,7 @@ class VLLMTasks(VLLMServer):
 
     def activate(self, *names: str) -> None:
         """Makes a delta the active one, or the sum of several."""
-        self._change({name: name in names for name in self.list()}, "activate", names if len(names) > 1 else names[0])
+        self._change({name: name in names for name in self.list()}, "activate", names)
 
     def deactivate(self) -> None:
         """Makes the model the base again, bit for bit."""
