@@ -23,6 +23,8 @@ from sparsify.training.summary import selection_entropy, tensor_sparsity
 
 __all__ = ["TensorShare", "TrajectoryPoint", "shares", "trajectory"]
 
+Source = nn.Module | SparseDelta
+
 _EXPERT = re.compile(r"(?<=\bexperts\.)(\w+_)?\d+(?=\.|$)")  # Mixtral's experts.7, Switch's experts.expert_7
 
 
@@ -46,7 +48,7 @@ class TensorShare:
         return self.unmasked / self.size
 
 
-def shares(source: nn.Module | SparseDelta) -> list[TensorShare]:
+def shares(source: Source) -> list[TensorShare]:
     """Returns the unmasked share of each tensor, with its layer and kind (:func:`places`).
 
     Args:
