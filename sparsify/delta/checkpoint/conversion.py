@@ -36,7 +36,10 @@ class Conversion:
         try:
             model = _model_without_weights(folder, len(shapes))
             self._prefix, self.tied = model.base_model_prefix, tied_names(model)
-            self.layouts = _convert(model, shapes)
+            names = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+            known, of_earlier_versions = model.state_dict().keys(), re.compile("|".join(names)).search
+            converted = _convert(model, shapes).items()
+            self.layouts = {name: own for name, own in converted if name in known or not of_earlier_versions(name)}
         except SparsifyError as error:
             self.problem = str(error)
 
@@ -113,14 +116,11 @@ def _convert(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, La
     expected = model.state_dict()
     layouts: dict[str, Layout | str] = {}
     converting: dict[str, Any] = {}
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     for key in sorted(shapes, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if name not in expected and key in expected:  # the rules were for an older layout of the checkpoint
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
         layout = Layout.stored(key, shapes[key])
-        if name not in expected and re.search("|".join(ignored), name):  # a buffer of earlier versions
-            continue
         if pattern is None:
             layouts.setdefault(name, layout)
         else:
