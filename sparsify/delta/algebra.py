@@ -239,7 +239,7 @@ class DeltaSequence(DeltaSum):
         return dense
 
     def _config(self) -> dict[str, Any]:
-        """What the last stage to record it does, but for the base, and the numbers of entries."""
+        """Each setting of the last stage that has it, the base's of the first, and the stages' numbers of entries."""
         configs = [{key: value for key, value in delta.config.items() if value} for _, delta in self.terms]
         config = {key: own[key] for own in configs for key in own if key not in _OF_ONE_TRAINING}
         config |= {key: value for key, value in configs[0].items() if key.startswith("base_")}

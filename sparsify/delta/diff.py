@@ -80,8 +80,8 @@ def _check_comparable(names: list[str], old: NamedTensors, ties: Iterable[list[s
         raise BaseMismatchError(f"the base has none of the tuned model's tensors (`{names[0]}`): {remedy}")
     for first, *others in ties:
         for other in others:
-            is_one = {first, other} <= {*names} or not {first, other} <= old.keys()
-            if not (is_one or same_values(old[first], old[other])):
+            tied, in_both = {first, other}, {first, other} <= old.keys()
+            if in_both and not (tied <= {*names} or same_values(old[first], old[other])):  # names: of two values stored
                 one = f"`{first}` and `{other}` are one tensor in the tuned model and two in the base"
                 raise BaseMismatchError(f"{one}: untie the tuned model's, or take the base that it was tuned from.")
 

@@ -146,8 +146,8 @@ def test_deltas_by_name(tmp_path, served):
             assert server.label == f"{name} of french,maths"
         with pytest.raises(SparsifyError, match=r"no delta called 'math' is attached \(near: `maths`\)"):
             tasks.activate("math")
-        for wrong in ([], [["french", "maths"]]):  # a list is DeltaSwitch's way to name several
-            with pytest.raises(SparsifyError):
+        for wrong, problem in (([], "no delta called None"), ([["french", "maths"]], "unhashable type")):
+            with pytest.raises(SparsifyError, match=problem):
                 tasks.activate(*wrong)
             assert tasks.list() == {"french": True, "maths": False}
         with pytest.raises(SparsifyError, match=r"the name is 'a b', expected letters"):

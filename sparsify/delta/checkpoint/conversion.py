@@ -27,7 +27,7 @@ _COUNTED = re.compile("layer|depth|expert|label")  # in names of settings that a
 class Conversion:
     """A checkpoint's tensors as ``from_pretrained`` would name and arrange them; none where there is a ``problem``.
 
-    ``layouts`` are by name at run time; in place of one that cannot be followed are the names of operations.
+    ``layouts`` and ``tied`` are by name at run time; in place of a layout that cannot be followed: names of operations.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
