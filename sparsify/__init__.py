@@ -14,7 +14,6 @@ from sparsify.api import (
     desparsify,
     extend,
     get_engine,
-    get_unmasker,
     optimizer_stepped,
     print_trainable_parameters,
     sparsify,
@@ -42,8 +41,8 @@ __all__ = [
     "DeltaSwitch", "DeltaUpdate", "Fisher", "Increment", "Magnitude", "MaskedEmbedding", "MaskedLinear",
     "MissingUpdateError", "Prune", "Random", "Repeat", "Schedule", "SparseDelta", "SparsifyCallback", "SparsifyError",
     "StaleUpdateError", "Static", "Strategy", "__version__", "base_weights", "desparsify", "extend", "get_engine",
-    "get_unmasker", "load_model", "merge_deltas", "optimizer_stepped", "overlap", "print_trainable_parameters",
-    "register_importance", "sparsify", "summary", "trained_state",
+    "load_model", "merge_deltas", "optimizer_stepped", "overlap", "print_trainable_parameters", "register_importance",
+    "sparsify", "summary", "trained_state",
 ]  # fmt: skip
 
 

@@ -74,10 +74,8 @@ def shares(source: Source) -> list[TensorShare]:
     """
     if isinstance(source, SparseDelta):
         rows = [(name, tensor.count, math.prod(tensor.shape)) for name, tensor in source.tensors.items()]
-    elif isinstance(source, nn.Module):
-        rows = [(plain_name(tensor.name), tensor.count, tensor.numel) for tensor in get_engine(source).tensors]
     else:
-        raise SparsifyError(f"expected a sparsified model or a SparseDelta, got {type(source).__name__}.")
+        rows = [(plain_name(tensor.name), tensor.count, tensor.numel) for tensor in get_engine(source).tensors]
     found = places(name for name, *_ in rows)
     return [TensorShare(name, *found[name], *counts) for name, *counts in rows]
 
@@ -152,8 +150,6 @@ def trajectory(model: nn.Module, points: int = 100) -> list[TrajectoryPoint]:
         >>> [(point.step, point.unmasked) for point in trajectory(model)]
         [(0, 0), (1, 2), (2, 4), (3, 6)]
     """
-    if not isinstance(model, nn.Module):
-        raise SparsifyError(f"expected a sparsified model, got a {type(model).__name__}: shares() shows its entries.")
     engine = get_engine(model)
     if type(points) is not int or points < 2:
         raise SparsifyError(f"points={points!r}; expected an int of at least 2: before training, and now.")

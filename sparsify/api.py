@@ -177,9 +177,6 @@ def get_engine(model: nn.Module) -> Engine:
     return engine
 
 
-get_unmasker = get_engine  # its name in earlier versions
-
-
 def extend(
     model: nn.Module, *, budget: int | float | None = None, steps: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,

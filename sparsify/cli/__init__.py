@@ -1,5 +1,6 @@
 """The command line, of typer functions that are imported only when it runs."""
 
+import io
 import logging
 import sys
 import warnings
@@ -39,7 +40,8 @@ def make_app() -> Any:
 def main() -> None:
     """The console entry point: a ``SparsifyError`` is one line and exit status 1, not a traceback, a warning a line."""
     logging.disable(logging.WARNING)  # other libraries' about their own installation
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")  # not every terminal or file has all of Unicode
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal or file has all of Unicode
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: print(f"sparsify: {message}", file=sys.stderr)

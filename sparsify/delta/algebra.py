@@ -207,9 +207,9 @@ class DeltaSum(Summable):
 
     def _config(self) -> dict[str, Any]:
         """The parts of the terms' configs that are equal in all and hold of the sum, too, and the list of terms."""
-        first = self.terms[0][1].config
-        shared = [key for key in first if all(delta.config.get(key) == first[key] for _, delta in self.terms)]
-        common = {key: first[key] for key in shared if key not in _OF_ONE_TRAINING}
+        common = _equal([delta.config for _, delta in self.terms])
+        of_heads = _equal([delta.config for _, delta in self.terms if delta.whole])
+        common |= {key: of_heads[key] for key in ("architecture", "model_config") if key in of_heads}
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
 
 
@@ -248,6 +248,13 @@ class DeltaSequence(DeltaSum):
 
 def find_base(names: Iterable[str], base: Base) -> Mapping[str, Tensor]:
     return patch_plan.find_targets(names, base) if isinstance(base, nn.Module) else Checkpoint(base)
+
+
+def _equal(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that have one value in all configs, without those of a single training."""
+    first = configs[0] if configs else {}
+    shared = [key for key in first if all(config.get(key) == first[key] for config in configs)]
+    return {key: first[key] for key in shared if key not in _OF_ONE_TRAINING}
 
 
 def finite(number: Any, verb: str) -> float:

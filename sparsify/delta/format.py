@@ -38,7 +38,6 @@ MAX_DEPTH = 64  # of objects and lists in each other
 _FREE_OPENINGS = 4096
 _CHARACTERS_PER_OPENING = 16
 _CHARACTERS_PER_COLON = 10  # and so of a key: one takes some 200 bytes while its object is read
-_MOST_DIGITS = 310  # of an integer that a float holds, and its sign
 FILE_NAME = "sparse_delta.safetensors"
 CONFIG_NAME = "sparse_delta_config.json"
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
@@ -118,15 +117,9 @@ def parse_json(text: str) -> Any:
         raise DeltaFormatError(f"{len(text):,} characters of JSON open more objects and lists than a reader accepts")
     if text.count(":") > _FREE_OPENINGS + len(text) // _CHARACTERS_PER_COLON:
         raise DeltaFormatError(f"{len(text):,} characters of JSON have more colons than a reader accepts")
-    value = json.loads(text, parse_int=_int, object_pairs_hook=_without_repeats)
+    value = json.loads(text, object_pairs_hook=_without_repeats)
     _check_tree(value)
     return value
-
-
-def _int(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # converting takes time that grows with the square
-        raise DeltaFormatError(f"the number {digits:.40} is not finite as a float")
-    return int(digits)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -55,8 +55,9 @@ class PlannedWrite(NamedTuple):
         """Writes ``new`` into the tensor's own storage, so that ties and autograd's version counter see it."""
         # not no_grad: a model loaded in inference mode can be written to in inference mode only
         with torch.inference_mode():
-            new = on_device(self.new.to(target.dtype), target.device)
-            indices = None if self.indices is None else on_device(self.indices, target.device)
+            ahead = runs_ahead(target.device)
+            new = self.new.to(target.dtype).to(target.device, non_blocking=ahead)
+            indices = None if self.indices is None else self.indices.to(target.device, non_blocking=ahead)
             if isinstance(target, (ServedTensor, QuantizedDelta)):
                 target.put(indices, new)
             elif indices is None:
@@ -264,14 +265,10 @@ def undone(plan: PatchPlan, model: nn.Module, remedy: str = REMEDY) -> Iterator[
 @torch.no_grad()
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """The values (count,) of a tensor at flat row-major positions (count,), on the CPU; its layout may be any."""
-    indices = on_device(indices, tensor.device)
+    indices = indices.to(tensor.device, non_blocking=runs_ahead(tensor.device))
     if isinstance(tensor, Tensor) and tensor.is_contiguous():
         return tensor.view(-1).index_select(0, indices).cpu()  # faster than take
     return tensor.take(indices).cpu()
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=runs_ahead(device))
 
 
 def own_copy(tensor: Tensor) -> Tensor:
@@ -306,6 +303,7 @@ class Applicable(ABC):
             BaseMismatchError: when the model lacks a tensor, or has another shape or other values at the entries.
             SparsifyError: when the model is being trained sparsely, lies on the meta device, or has this delta already.
         """
+        check_plain(model)
         # else the base's weights were loaded again since
         if model in self._applied and not holds(model, self._applied[model]):
             raise SparsifyError("this delta is already applied to this model: call `revert(model)` first.")

@@ -6,7 +6,6 @@ Each delta is checked against the base once, when it is attached; a change then 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from typing import Any
 
 from torch import nn
 
@@ -129,9 +128,11 @@ class DeltaSwitch:
             self._names, self._written = names, plan
 
     def _checked(self, given: str | Sequence[str]) -> tuple[str, ...]:
-        names: Any = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given or ())) or (None,)
+        names = (given,) if isinstance(given, str) else tuple(given or ())
+        if not names or not all(isinstance(name, str) for name in names):
+            raise SparsifyError(f"{given!r:.60} names no delta: give names; `deactivate()` makes the model the base.")
         for name in names:
             if name not in self._attached:
                 near = near_names(str(name), map(str, self._attached))
                 raise SparsifyError(f"no delta called {name!r} is attached{near}: `attach({name!r}, delta)` it first.")
-        return names
+        return tuple(dict.fromkeys(names))

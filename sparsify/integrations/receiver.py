@@ -1,11 +1,8 @@
 """What a worker of an inference engine does with requests: it follows a training run, or switches between deltas."""
 
 import base64
-import http.client
 import io
 import logging
-import re
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +16,6 @@ from sparsify.errors import DeltaFormatError, SparsifyError
 from sparsify.stream.subscriber import DeltaSubscriber
 
 MOST_BYTES = 2**30  # of an update
-_OWN_HOST = re.compile(r"http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?/")
 _ACTIONS = ("update", "attach", "detach", "activate", "deactivate")
 
 
@@ -27,14 +23,13 @@ _ACTIONS = ("update", "attach", "detach", "activate", "deactivate")
 class Request:
     """An action, in JSON's types: ``"update"``, or a method of :class:`DeltaSwitch` with its arguments.
 
-    The bytes of an update are ``data``, in base64, or in the file ``path``, or are what a ``url`` of this host answers.
+    The bytes of an update are ``data``, in base64, or in the file ``path``.
     """
 
     action: str = "update"
     data: str = ""
     arguments: list[Any] = field(default_factory=list)
     path: str = ""
-    url: str = ""
 
 
 class Receiver:
@@ -104,7 +99,7 @@ def read_update(request: Request) -> bytes:
     try:
         with _opened(request) as source:
             update = source.read(MOST_BYTES + 1)
-    except (ValueError, OSError, http.client.HTTPException) as error:
+    except (ValueError, OSError) as error:
         raise DeltaFormatError(f"the update cannot be read ({error}): send it again.") from error
     if len(update) > MOST_BYTES:
         raise SparsifyError(f"the update has more than {MOST_BYTES:,} bytes, of which no more are read.")
@@ -112,14 +107,10 @@ def read_update(request: Request) -> bytes:
 
 
 def _opened(request: Request) -> IO[bytes]:
-    if sum(map(bool, (request.data, request.path, request.url))) != 1:
-        raise SparsifyError("an update comes as one of data, path and url: give one of them.")
+    if bool(request.data) == bool(request.path):
+        raise SparsifyError("an update comes as one of data and path: give one of them.")
     if request.data:
         return io.BytesIO(base64.b64decode(request.data[: 2 * MOST_BYTES], validate=True))
-    if request.path:
-        if not Path(request.path).is_file():  # a pipe would keep the engine waiting
-            raise FileNotFoundError(f"`{request.path:.200}` is no file")
-        return Path(request.path).open("rb")
-    if not _OWN_HOST.match(request.url):  # what another one answers would get into the model by any request
-        raise SparsifyError(f"the update's url is `{request.url:.200}`, expected http://localhost:PORT/...")
-    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request.url, timeout=60)
+    if not Path(request.path).is_file():  # a pipe would keep the engine waiting
+        raise FileNotFoundError(f"`{request.path:.200}` is no file")
+    return Path(request.path).open("rb")

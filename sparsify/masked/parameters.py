@@ -5,7 +5,6 @@ from ``model.parameters()``, or from an attribute of a module.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -19,10 +18,6 @@ from sparsify.common.shards import is_shard
 from sparsify.core.taps import CHANGED, ReadParameters, tap
 from sparsify.errors import SparsifyError
 
-READ_OUTSIDE = (
-    "`{name}` was read outside of the model's forward, as by a loss or a penalty of your own: its gradient is right, "
-    "but computed whole, where a call of its module computes only what is needed. This is said once."
-)
 NO_GRADIENT = (
     "has no gradient of its own: torch.autograd.grad() and hooks work on `model.sparse_values`, which has that of all "
     "trained entries."
@@ -76,8 +71,6 @@ class MaskedParameter(nn.Parameter):
             if tensor is not None and traced:
                 return tensor.collector.compiled.tap(tensor, parameter)
             read = parameter.view_as(parameter) if tensor is None else tap(parameter, tensor)
-            if tensor is not None and read.grad_fn is not None and not tensor.collector.in_forward:
-                read.register_hook(lambda _: _warn_of_read(tensor))  # fully_shard() only looks at it
             taps.append((read, parameter))
             return read
 
@@ -85,13 +78,6 @@ class MaskedParameter(nn.Parameter):
             args, kwargs = tree_map_only(MaskedParameter, tapped, (args, kwargs))
         result = func(*args, **kwargs)
         return next((parameter for read, parameter in taps if read is result), result)  # to() may change nothing
-
-
-def _warn_of_read(tensor: Any) -> None:
-    """Warns once, in backward, of a layer's weight that was read outside of the model's forward."""
-    if not tensor.collector.warned_of_read and isinstance(tensor.owner, (nn.Linear, nn.Embedding)):
-        tensor.collector.warned_of_read = True
-        warnings.warn(READ_OUTSIDE.format(name=tensor.name), stacklevel=6)  # at the user's backward()
 
 
 def _check_followed(func: Callable[..., Any], arguments: Any, frame: FrameType) -> None:

@@ -76,9 +76,6 @@ class QuantizedTensor(ModelTensor):
 
     write_without_version_bump = write  # a graph that was built before holds the values that it was built with
 
-    def write_base(self) -> None:
-        self._shown = None
-
 
 class MaskedQuantizedLinear(MaskedModule):
     """A linear layer over a quantized weight, which is dequantized within forward, and again within backward.

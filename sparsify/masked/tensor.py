@@ -122,10 +122,6 @@ class ModelTensor(MaskedTensor):
     def write(self, values: Tensor) -> None:
         shards.write_own_entries(self.parameter.detach(), self.indices, values)
 
-    def write_base(self) -> None:
-        """Writes the pretrained values as :meth:`write_without_version_bump` does."""
-        self.write_without_version_bump(self.base)
-
     def write_without_version_bump(self, values: Tensor) -> None:
         """Writes values (k,) through ``.data``, so that backward through an earlier graph raises no error."""
         shards.write_own_entries(self.parameter.data, self.indices, values)

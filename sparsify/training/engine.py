@@ -80,7 +80,6 @@ class Engine(TrainingStep):
         self.shared_tap = self._forwards.tap
         self.was_sorted = False  # whether an optimizer's earlier state is of entries in another order
         self._counted_by_hook = False  # whether the last step was
-        self.warned_of_read = False
         self._moves = 0  # of the flat delta after a backward pass, by anything but a step that was counted
         self.hooks: list[Any] = []  # on the root
         self.exporter: Any = None  # of the model, to code that needs nothing else of training

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -66,14 +65,6 @@ UNCOUNTED = (
     "the flat delta was moved three times after a backward pass, and no step of torch.optim was seen: an optimizer of "
     "another kind trains it, as DeepSpeed's. Call optimizer_stepped(model) after each of its steps: without it, only "
     "the entries of the first step are trained. SparsifyCallback does it under the Trainer."
-)
-NOT_SYNCED = (
-    "sync_ref_model=True would mix parameters that do not correspond: pass callbacks=[SparsifyCallback()], with which "
-    "the reference is the base and follows the model."
-)
-NOT_QUANTIZED = (
-    "the trainer's reference is a second model, which is not quantized as this one is: pass "
-    "callbacks=[SparsifyCallback()], with which it is the base, or a ref_model that was loaded in the same way."
 )
 _MOVES = 3  # without a counted step; SAM makes one or two
 FROZEN = (
@@ -164,18 +155,6 @@ def note_counted(step: TrainingStep) -> None:
         each.counted.add(step)
 
 
-def _check_reference(step: TrainingStep) -> None:
-    """Raises where a trainer of TRL's mixes the model into a second one, its reference; warns if it is unquantized."""
-    for trainer in (frame.f_locals.get("self") for frame, _ in walk_stack(None)):
-        reference = getattr(trainer, "ref_model", None)
-        if type(reference).__name__ in ("NoneType", "BaseReference"):
-            continue
-        if getattr(getattr(trainer, "args", None), "sync_ref_model", False) is True:
-            raise SparsifyError(NOT_SYNCED)
-        if any(tensor.is_quantized for tensor in step.tensors) and not getattr(reference, "is_quantized", False):
-            warnings.warn(NOT_QUANTIZED, stacklevel=2)
-
-
 def warn_of_unreached(step: TrainingStep) -> None:
     """Warns in the first step of tensors that got no gradient."""
     if step.reached is None:
@@ -207,8 +186,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if id(values) in held:
             trains = True
             step.weights.adopt_touched()
-            if step.reached is not None:  # until the first step
-                _check_reference(step)
             if not values.requires_grad and all(each.grad is None for each in parameters):
                 raise SparsifyError(FROZEN)
             if step.was_sorted and optimizer.state.get(values):

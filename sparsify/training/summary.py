@@ -6,7 +6,6 @@ The proof: the tensors, with their pretrained values back at the unmasked entrie
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ class Summary:
         """-sum p log p in nats, with p each tensor's unmasked share, normalised over the tensors."""
         return selection_entropy(self.counts, self.sizes)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{label:<18} {value}" for label, value in self._rows()]
         ranked = sorted((-count, name) for name, count in self.counts.items() if count)
         shown = [(name, -negative) for negative, name in ranked[:TENSORS_SHOWN]]
@@ -108,10 +107,6 @@ class Summary:
         lines += [f"  {name:<{width}}  {count:>10,}  {count / self.sizes[name]:.4%}" for name, count in shown]
         more = len(ranked) - len(shown)
         return "\n".join(lines + ([f"  ... and {more:,} more tensors"] if more else []))
-
-    def _repr_html_(self) -> str:
-        """The text, which a notebook shows in place of the fields."""
-        return f"<pre>{escape(str(self))}</pre>"
 
     def _rows(self) -> list[tuple[str, str]]:
         budget_share, unmasked_share = self.budget / self.num_candidates, self.unmasked / self.budget

@@ -216,7 +216,7 @@ class EffectiveWeights:
         reshard(self._entries.root)
         for tensor in self._tensors:
             if tensor.count:
-                tensor.write_base()
+                tensor.write_without_version_bump(tensor.base)
 
     def end_load(self, has_entries: bool) -> Set[ModelTensor]:
         """Ties the ``loaded`` weights again, the last one wins; returns those that came without entries."""

@@ -154,6 +154,9 @@ def test_what_the_terms_have_in_common_is_recorded():
     assert config["base_model_name_or_path"] == "bert"
     assert config.keys() == {"base_model_name_or_path", "sum"}, "a sum has another budget, and no one architecture"
     assert config["sum"] == [{"coefficient": c, "entries": d.num_entries} for c, d in ((1.0, a), (0.5, b))]
+    b.whole, b.config["model_config"] = {"head.weight": torch.ones(2, 5)}, {"num_labels": 2}
+    config = (a + 0.5 * b).on(base).config
+    assert (config["architecture"], config["model_config"]) == ("B", {"num_labels": 2}), "those of the only head"
 
 
 def test_a_base_in_another_dtype_is_computed_on_with_a_warning():

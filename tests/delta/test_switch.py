@@ -98,7 +98,8 @@ def test_a_sum_is_attached_as_its_value_on_the_base_and_a_delta_from_where_it_wa
 def test_what_is_no_delta_is_not_attached_and_what_is_active_stays(base, deltas, switch, tmp_path):
     switch.activate("1")
     for call, text in [
-        (lambda: switch.activate(None), "no delta called None is attached"),
+        (lambda: switch.activate(None), "None names no delta: give names"),
+        (lambda: switch.activate([["1", "2"]]), r"\[\['1', '2'\]\] names no delta: give names"),
         (lambda: switch.attach("1", deltas["2"]), "a delta called '1' is attached already: `detach"),
         (lambda: switch.attach("new", tmp_path / "nowhere"), "does not exist, so there is no delta to load"),
         (lambda: switch.attach("new", base), "a Sequential cannot be attached; expected a SparseDelta, a sum of them"),
@@ -122,7 +123,9 @@ def test_several_are_active_at_once_as_their_sum(base, deltas, switch):
     switch.activate("12")
     switch.detach("1")
     assert switch.active == "12"
-    with pytest.raises(SparsifyError, match="no delta called None is attached"):
+    with pytest.raises(
+        SparsifyError, match=r"\[\] names no delta: give names; `deactivate\(\)` makes the model the base"
+    ):
         switch.activate([])
     switch.deactivate()
     assert bits(base) == before

@@ -179,8 +179,6 @@ def test_a_reference_that_cannot_follow_is_refused_by_name_and_a_given_one_is_ke
         kind = partial(trl.DPOTrainer, **options)
         with pytest.raises(SparsifyError, match=f"{match}.*sync_ref_model=True would mix"):
             dpo(model, tmp_path, kind=kind, **SYNCED).train()
-    with pytest.raises(SparsifyError, match=r"do not correspond: pass callbacks=\[SparsifyCallback\(\)\]"):
-        dpo(sparsify(load(base), BUDGET, "id3", steps=STEPS), tmp_path, callbacks=[], **SYNCED).train()
     trainer = dpo(
         sparsify(load(base), BUDGET, "id3"), tmp_path, kind=partial(trl.DPOTrainer, ref_model=given), max_steps=1
     )
@@ -196,8 +194,6 @@ def test_the_reference_of_a_quantized_model_is_quantized(base, tmp_path):
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
     assert len(set(losses(trainer))) == STEPS
-    with pytest.warns(UserWarning, match=r"not quantized as this one is: pass callbacks=\[SparsifyCallback\(\)\]"):
-        dpo(sparse(), tmp_path, save_strategy="no", callbacks=[]).train()
 
 
 def test_a_peft_config_is_refused_by_its_name(base, tmp_path):

@@ -4,8 +4,6 @@ import base64
 import subprocess
 import sys
 import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,8 +144,8 @@ def test_deltas_by_name(tmp_path, served):
             assert server.label == f"{name} of french,maths"
         with pytest.raises(SparsifyError, match=r"no delta called 'math' is attached \(near: `maths`\)"):
             tasks.activate("math")
-        for wrong, problem in (([], "no delta called None"), ([["french", "maths"]], "unhashable type")):
-            with pytest.raises(SparsifyError, match=problem):
+        for wrong in ([], [["french", "maths"]]):
+            with pytest.raises(SparsifyError, match=r"names no delta: give names; `deactivate\(\)`"):
                 tasks.activate(*wrong)
             assert tasks.list() == {"french": True, "maths": False}
         with pytest.raises(SparsifyError, match=r"the name is 'a b', expected letters"):
@@ -176,12 +174,9 @@ def test_bad_requests_are_refused(served, monkeypatch):
         ({"data": "?"}, "DeltaFormatError: the update cannot be read"),
         ({"data": b64(publisher.snapshot())[:-8]}, "DeltaFormatError: this is no update that can be used"),
         ({"data": "A" * 40_000}, "the update has more than 10,000 bytes, of which no more are read"),
-        ({"data": "A", "path": __file__}, "an update comes as one of data, path and url: give one of them"),
-        ({"action": "update"}, "an update comes as one of data, path and url: give one of them"),
+        ({"data": "A", "path": __file__}, "an update comes as one of data and path: give one of them"),
+        ({"action": "update"}, "an update comes as one of data and path: give one of them"),
         ({"path": "/dev/zero"}, "DeltaFormatError: the update cannot be read .*`/dev/zero` is no file"),
-        ({"url": "http://localhost.example/"}, "`http://localhost.example/`, expected http://localhost:PORT"),
-        ({"url": "file:///etc/passwd"}, "the update's url is `file:///etc/passwd`, expected http://localhost:PORT"),
-        ({"url": "http://localhost:9/update"}, "DeltaFormatError: the update cannot be read"),
         ({"data": b64(publisher.update())}, "MissingUpdateError: this update makes version 1 from version 0"),
         ({"action": "dance"}, "the action is 'dance', expected one of update, attach, detach, activate, deactivate"),
     ]:
@@ -191,18 +186,14 @@ def test_bad_requests_are_refused(served, monkeypatch):
         VLLMServer("http://x", in_flight="now")
 
 
-def test_updates_come_from_files_and_urls_of_the_host(tmp_path, served):
+def test_updates_come_from_files(tmp_path, served):
     run, worker = Run(), Receiver(served[1])
     publisher = DeltaPublisher(run.model)
-    (tmp_path / "first").write_bytes(bytes(publisher.snapshot()))
-    worker.receive(Request(path=str(tmp_path / "first")))
-    run.step()
-    (tmp_path / "second").write_bytes(bytes(publisher.update()))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as files:
-        threading.Thread(target=files.serve_forever, daemon=True).start()
-        worker.receive(Request(url=f"http://localhost:{files.server_port}/second"))
-        files.shutdown()
-    assert served[0].holds(run.expected())
+    for update in (publisher.snapshot, lambda: publisher.update()):
+        (tmp_path / "update").write_bytes(bytes(update()))
+        worker.receive(Request(path=str(tmp_path / "update")))
+        assert served[0].holds(run.expected())
+        run.step()
 
 
 @pytest.mark.parametrize("action", ["update", "attach", "activate"])

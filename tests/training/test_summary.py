@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from html import unescape
 
 import pytest
 import torch
@@ -124,8 +123,7 @@ def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
     name = "<script>alert('1')</script>&\""
     counts = {"c": 25, "b": 25} | {f"layer.{i}": i + 1 for i in range(22)} | {name: 25}
     found = a_summary(counts=counts, sizes=dict.fromkeys(counts, 100))
-    assert "<script>" not in found._repr_html_()
-    assert unescape(found._repr_html_()) == f"<pre>{found}</pre>"
+    assert repr(found) == str(found)
     _, *tensors = str(found).split("unmasked most:")[1].splitlines()
     assert [line.split()[0] for line in tensors[:3]] == [name, "b", "c"]
     assert len(tensors) == 11

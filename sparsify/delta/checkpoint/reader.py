@@ -52,6 +52,8 @@ class Checkpoint(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise SparsifyError(f"the base is a {type(path).__name__}, expected a model, or the path of a checkpoint.")
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.files = _weight_files(self.path)
