@@ -121,7 +121,8 @@ def _check_family(model_class: Any, name: str, kwargs: Mapping[str, Any]) -> Non
     parts = [found, *found.values()] if isinstance(found, dict) else []  # of a composite model, too
     families = [part["model_type"] for part in parts if isinstance(part, dict) and part.get("model_type")]
     if families and families[0] in CONFIG_MAPPING:  # parts whose family the file does not name
-        families += [part.model_type for part in CONFIG_MAPPING[families[0]].sub_configs.values()]
+        parts = CONFIG_MAPPING[families[0]].sub_configs.values()  # AutoConfig is of no family
+        families += [part.model_type for part in parts if hasattr(part, "model_type")]
     if families and getattr(model_class.config_class, "model_type", None) not in families:
         family = f"the base `{brief(name)}` is of another family of models ({brief(found.get('model_type'))})"
         remedy = "pass the base that the delta was trained on, or `model_class=...` if this is the one."

@@ -210,6 +210,18 @@ def test_a_part_of_a_composite_model_is_of_its_family(tmp_path):
     assert type(load_model(tmp_path, SparseDelta({}), model_class=hf.CLIPTextModel)) is hf.CLIPTextModel
 
 
+def test_a_composite_model_of_any_parts_is_of_its_own_family(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    parts = hf.BertConfig(**sizes, vocab_size=9), hf.BertConfig(**sizes, vocab_size=9)
+    hf.EncoderDecoderModel(hf.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, SparseDelta({}, {}, {"architecture": "EncoderDecoderModel"}))
+    assert type(loaded) is hf.EncoderDecoderModel
+    loaded.decoder.resize_token_embeddings(12, mean_resizing=False)
+    SparseDelta.diff(tmp_path, loaded).merge(tmp_path, tmp_path / "out")
+    merged = hf.EncoderDecoderModel.from_pretrained(tmp_path / "out")
+    assert (merged.config.encoder.vocab_size, merged.config.decoder.vocab_size) == (9, 12)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

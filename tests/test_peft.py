@@ -13,7 +13,14 @@ from models import build, run_steps
 from quantized_models import quantize
 from torch import nn
 from trainers import tokenizer
-from transformers import AutoModelForCausalLM, BertForSequenceClassification, LlamaForCausalLM, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaForCausalLM,
+    pipeline,
+)
 from twins import Twins
 
 from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify, summary
@@ -270,6 +277,28 @@ def test_peft_loads_a_plain_delta_folder_with_the_recorded_base(base, tmp_path):
     assert same(expected, PeftModel.from_pretrained(base(), tmp_path / "no base"))
     with pytest.raises(SparsifyError, match=r"no base` records no base: give PeftModel.from_pretrained\(base, path"):
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "no base")
+
+
+def test_pefts_task_classes_take_a_delta_with_a_head(tmp_path):
+    model, batches = build("bert")
+    model.bert.save_pretrained(tmp_path / "base")
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    trained = sparsify(model, BUDGET, "id3", steps=STEPS, modules_to_save=["classifier"])
+    run_steps(trained.train(), batches[:STEPS])
+    SparseDelta.from_model(trained).save(tmp_path / "delta")
+
+    def scores(model):
+        return model.eval()(input_ids=batches[-1]["input_ids"]).logits
+
+    for folder in (tmp_path / "delta", tmp_path / "delta" / "again"):
+        loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+        assert torch.equal(scores(loaded), scores(trained))
+        loaded.save_pretrained(tmp_path / "delta" / "again")
+    with loaded.disable_adapter():
+        assert not torch.equal(scores(loaded), scores(trained))
+    assert torch.equal(scores(loaded.merge_and_unload()), scores(trained))
+    plain = PeftModel.from_pretrained(BertForSequenceClassification.from_pretrained(tmp_path / "base"), folder)
+    assert torch.equal(scores(plain), scores(trained))
 
 
 def test_a_plain_delta_that_cannot_be_an_adapter_is_said_to_be_that(base, tmp_path):
@@ -572,6 +601,26 @@ def test_a_head_is_trained_dense_saved_by_peft_and_disabled_with_the_adapter(tmp
         assert torch.equal(scores(served), scores(plain))
     for each in (model, again):
         assert torch.equal(scores(each.merge_and_unload()), scores(plain))
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"), [("TOKEN_CLS", BertForTokenClassification), ("QUESTION_ANS", BertForQuestionAnswering)]
+)
+def test_heads_that_peft_wraps_late_are_trained_dense_too(tmp_path, task, kind):
+    settings = build("bert")[0].config
+    settings.num_labels = 2
+    kind(settings).save_pretrained(tmp_path / "base")
+    model, ids = kind.from_pretrained(tmp_path / "base"), BATCHES[-1]["input_ids"]
+    model = get_peft_model(model, SparseConfig(budget=BUDGET, task_type=task, steps=2))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    for _ in range(2):
+        model(input_ids=ids)[0].square().mean().backward()
+        optimizer.step()
+    assert get_engine(model).unmasked == BUDGET
+    assert not any("classifier" in tensor.name for tensor in get_engine(model).tensors)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), tmp_path)
+    assert torch.equal(model.eval()(input_ids=ids)[0], again.eval()(input_ids=ids)[0])
 
 
 def test_a_resized_vocabulary_and_the_rows_of_tokens_are_in_the_delta(base, tmp_path):

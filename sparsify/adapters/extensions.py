@@ -39,7 +39,10 @@ def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(configs := getattr(module, "peft_config", None), dict) and configs and PEFT_KEY not in found:
             inner = plain_model(module)
-            own = {name: getattr(configs[name], "lora", configs[name]) for name in configs if name in parts}
+            layer = next((each for each in module.modules() if hasattr(each, "adapter_layer_names")), None)
+            active = getattr(layer, "active_adapters", ())  # first, since the first that is built is active
+            names = sorted(configs, key=lambda name: name not in active)
+            own = {name: getattr(configs[name], "lora", configs[name]) for name in names if name in parts}
             found[PEFT_KEY] = {name: _record(inner, name, config) for name, config in own.items() if config is not None}
         if isinstance(module, Adapter) and ADAPTERS_KEY not in found:
             found[ADAPTERS_KEY] = as_json(asdict(module.config))

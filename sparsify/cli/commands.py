@@ -28,7 +28,7 @@ _SHOWN_OF_CONFIG = (
     "adapters", "versions",
 )  # fmt: skip
 Delta = Annotated[str, typer.Argument(help="A delta: its folder, file, or user/repo on the hub.")]
-Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder, or a safetensors file.")]
+Base = Annotated[Path, typer.Option(help="Checkpoint of the base: a folder or, but for merge, a safetensors file.")]
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 
 

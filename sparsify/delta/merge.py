@@ -184,7 +184,7 @@ def merge(tensors: TensorDeltas, whole: NamedTensors, config: Config, base: StrP
     new = {name: whole[name] for name in report.missing}
     pairs = [(name, layout) for name, own in places.items() for layout in own if name in whole]
     resized = {layout.keys[0]: whole[name] for name, layout in pairs if layout.shape != whole[name].shape}
-    sizes = {checkpoint.stored[key].shape[0]: len(tensor) for key, tensor in resized.items()}
+    sizes = {key: (checkpoint.stored[key].shape[0], len(tensor)) for key, tensor in resized.items()}
     model_config = _updated_config(source / "config.json", config, whole, sizes)
     if "__metadata__" in new:
         raise SparsifyError("a checkpoint cannot have a tensor that is called `__metadata__`: rename the module.")
@@ -239,16 +239,22 @@ def _resized(checkpoint: Checkpoint, tensors: NamedTensors, folder: Path) -> Che
     return changed
 
 
-def _updated_config(path: Path, config: Config, whole: NamedTensors, sizes: Mapping[int, int]) -> Config | None:
-    """The ``config.json`` with the class, labels and numbers of tokens (``sizes``, by old ones), or ``None``."""
+def _updated_config(
+    path: Path, config: Config, whole: NamedTensors, sizes: Mapping[str, tuple[int, int]]
+) -> Config | None:
+    """The ``config.json`` with the class, labels and numbers of tokens (old and new, by stored tensor), or ``None``."""
     updates, architecture = recorded_labels(config, whole), config.get("architecture")
     if isinstance(architecture, str) and architecture.isidentifier():
         updates["architectures"] = [architecture]
     if not (updates or sizes) or not whole or not path.is_file():
         return None
-    text = json.dumps(read_json(path))  # of a composite model, it has a config for each part
-    resized = re.sub(r'"vocab_size": (\d+)', lambda at: f'"vocab_size": {sizes.get(int(at[1]), at[1])}', text)
-    return {**json.loads(resized), **updates}
+    document = read_json(path)
+    for key, (old, new) in sizes.items():
+        part = key.split(".")[0]  # such as the decoder, in the config of a composite model
+        text = json.dumps(document.get(part) if isinstance(document.get(part), dict) else document)
+        resized = json.loads(re.sub(rf'"vocab_size": {old}\b', f'"vocab_size": {new}', text))
+        document |= {part: resized} if isinstance(document.get(part), dict) else resized
+    return {**document, **updates}
 
 
 def _write_shards(

@@ -6,7 +6,7 @@ import torch
 
 from sparsify.common.raw_bits import same_values
 from sparsify.delta.algebra import change, find_base
-from sparsify.delta.entries import Base
+from sparsify.delta.entries import Base, check
 from sparsify.delta.patch_plan import warn_of_casts
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import SparsifyError
@@ -55,6 +55,8 @@ def overlap(a: SparseDelta, b: SparseDelta, base: Base | None = None) -> Overlap
         4 of 4 entries shared (Jaccard 1.0000)
         cosine on shared entries 1.0000; 0 pulled in opposite directions
     """
+    for given in (a, b):
+        check(isinstance(given, SparseDelta), "overlap() got", given, "a SparseDelta: load() a path, total.on(base)")
     common = [name for name in a.tensors if name in b.tensors]
     bases = None if base is None else find_base(common, base)
     opposed, by_tensor, dtypes = 0, {}, []

@@ -95,6 +95,10 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
             whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
             delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
+        if isinstance(delta, SparseDelta):  # without the heads that PEFT loads itself
+            saved = {base_name(key) for key, _ in self.root.named_parameters() if PEFT_SAVED in key.split(".")}
+            whole = {key: tensor for key, tensor in delta.whole.items() if key not in saved}
+            delta = SparseDelta(delta.tensors, whole, delta.config)
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:

@@ -19,7 +19,7 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig, load_peft_weights
 
 from sparsify.delta import format as delta_format
-from sparsify.delta.peft_files import KEY, PEFT_TYPE, settings_of, to_blob
+from sparsify.delta.peft_files import KEY, PEFT_TYPE, PREFIX, from_blob, settings_of, to_blob
 from sparsify.errors import SparsifyError
 
 if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 21):  # a method cannot choose what is saved
@@ -71,6 +71,17 @@ def _make_weights(file: Path) -> dict[str, Any]:
     return {KEY: to_blob(*delta)}
 
 
+_read_weights = _or_delta(load_peft_weights, _make_weights)
+
+
+@wraps(load_peft_weights)
+def _load_weights(*args: Any, **options: Any) -> Any:
+    """Reads an adapter, and a delta's dense tensors by themselves, too: PEFT's task classes look for a head there."""
+    weights = _read_weights(*args, **options)
+    whole = from_blob(weights[KEY].cpu())[1] if KEY in weights else {}
+    return {PREFIX + name: tensor for name, tensor in whole.items()} | weights
+
+
 class _AutoConfig(PeftConfig):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -81,5 +92,5 @@ class _AutoConfig(PeftConfig):
 
 
 peft.config.hf_hub_download = _or_delta(hf_hub_download, _make_config)  # type: ignore[attr-defined]
-peft.peft_model.load_peft_weights = _or_delta(load_peft_weights, _make_weights)  # type: ignore[attr-defined]
+peft.peft_model.load_peft_weights = _load_weights  # type: ignore[attr-defined]
 peft.auto.PeftConfig = _AutoConfig  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from sparsify.peft.adapters import SparseAdapters
 from sparsify.strategies.targets import PEFT_SAVED, match_modules
 
 _PEFTS_HEADS = ("classifier", "score", "qa_outputs")  # which PEFT adds to modules_to_save, whether they exist or not
+_HEADS_LATER = ("TOKEN_CLS", "QUESTION_ANS")  # tasks whose heads PEFT wraps only after it has injected the adapter
 _COMBINATIONS = ("linear", *METHODS)
 
 
@@ -50,7 +51,9 @@ class SparseModel(BaseTuner):
                 model.add_module(LAYER, SparseAdapters(model))
             layer: SparseAdapters = getattr(model, LAYER)
             is_active = adapter_name in self.active_adapters
-            heads: Any = replace(config, trainable_token_indices=None)  # whose rows are entries here
+            dense = [*(config.modules_to_save or ()), *(_PEFTS_HEADS if config.task_type in _HEADS_LATER else ())]
+            # the rows of trainable tokens are entries here
+            heads: Any = replace(config, modules_to_save=dense or None, trainable_token_indices=None)
             set_additional_trainable_modules(
                 model=model, peft_config=heads, model_config=self.get_model_config(model), adapter_name=adapter_name,
                 activate_adapter=is_active,

@@ -23,6 +23,7 @@ from sparsify.core.optimizer import listen, listening, parameters_of
 from sparsify.core.step import TrainingStep
 from sparsify.errors import SparsifyError
 from sparsify.training.distributed import living
+from sparsify.training.entries import SparseValues
 from sparsify.training.forward import Running
 from sparsify.training.plan import warn_of_unheld
 from sparsify.training.weights import check_trained
@@ -57,7 +58,7 @@ DROPPED = (
 )
 UNHELD = (
     "{optimizer} {when}, and no optimizer holds `sparse_values`, the only parameter that trains there; it holds frozen "
-    "weights, which get no gradient, or a flat delta that was replaced since (load_state_dict(assign=True)). Make it "
+    "weights, which get no gradient, or a flat delta from before desparsify() or load_state_dict(assign=True). Make it "
     "after sparsify(): {optimizer}(p for p in model.parameters() if p.requires_grad). With accelerate, sparsify() "
     "comes before prepare(); with the Trainer, an optimizer that was made before is none for optimizers=."
 )
@@ -157,7 +158,7 @@ def note_counted(step: TrainingStep) -> None:
 
 def warn_of_unreached(step: TrainingStep) -> None:
     """Warns in the first step of tensors that got no gradient."""
-    if step.reached is None:
+    if step.reached is None or step.entries.step:
         return
     expected = [own for own in step.tensors if own not in step.frozen and (not step.policy.static or own.count)]
     if names := [tensor.name for tensor in expected if tensor not in step.reached]:
@@ -199,7 +200,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 gradients[step] = noted
         elif step.passes:
             replaced = (known() for known in _KNOWN.get(step, [])[:-1])
-            frozen = (*replaced, *(tensor.parameter for tensor in step.tensors))
+            live = {id(own.entries.values) for own in steps}
+            left = (own for own in parameters if isinstance(own, SparseValues) and id(own) not in live)  # desparsify()
+            frozen = (*replaced, *left, *(tensor.parameter for tensor in step.tensors))
             if any(id(each) in held for each in frozen) and not any(holds(other, values) for other in _others()):
                 raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if trains:

@@ -93,6 +93,15 @@ def test_several_adapters_are_recorded_and_built(folder):
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_of_several_adapters_the_one_in_training_is_active(folder):
+    model = get_peft_model(base(folder), copy.deepcopy(PEFT["lora"]))
+    model.add_adapter("other", copy.deepcopy(PEFT["dora"]))
+    model.set_adapter("other")
+    loaded = load_model(folder, SparseDelta.from_model(trained(model)))
+    assert loaded.active_adapter == "other"
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_the_base_is_loaded_in_its_own_dtype(folder):
     model = get_peft_model(base(folder, dtype=torch.bfloat16), copy.deepcopy(PEFT["lora"]))
     delta = SparseDelta.from_model(trained(model))

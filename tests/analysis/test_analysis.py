@@ -53,9 +53,9 @@ def test_it_holds_for_every_schedule_in_mid_run_and_beyond_the_plan(schedule, st
 
 def test_what_has_no_trajectory_or_shares_says_why():
     model = trained()
-    with pytest.raises(SparsifyError, match="expected a torch.nn.Module, got NoneType"):
+    with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got NoneType"):
         shares(None)
-    with pytest.raises(SparsifyError, match="expected a torch.nn.Module, got SparseDelta"):
+    with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got SparseDelta"):
         trajectory(SparseDelta({}))
     for points in (1, 2.5, True, None):
         with pytest.raises(SparsifyError, match=r"points=.*; expected an int of at least 2"):

@@ -247,6 +247,9 @@ def test_heads_that_disagree_are_named_and_without_a_base_only_places_are_compar
     assert overlap(zero, other).conflicting_whole == ("2.bias",)
     assert overlap(nan, nan).conflicting_whole == ()
     assert str(overlap(zero, zero, base)) == "0 of 0 entries shared (Jaccard 0.0000)"
+    for wrong in ("a", zero + zero):
+        with pytest.raises(SparsifyError, match=r"overlap\(\) got .*, expected a SparseDelta: load\(\) a path"):
+            overlap(zero, wrong)
 
 
 def test_deltas_of_different_models_are_refused():

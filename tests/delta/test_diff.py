@@ -170,6 +170,14 @@ def test_a_tied_tensor_that_a_checkpoint_stores_under_both_names_is_one(tmp_path
     assert bits(delta.apply(base)) == bits(changed)
 
 
+def test_modules_of_sentence_transformers_are_not_left_out_of_a_comparison(tmp_path):
+    base, tuned = (save(gpt2(), tmp_path / name) for name in ("base", "tuned"))
+    (tuned / "2_Dense").mkdir()
+    safetensors.torch.save_file({"linear.weight": torch.ones(2, 2)}, tuned / "2_Dense" / "model.safetensors")
+    with pytest.raises(SparsifyError, match=r"2_Dense.*of a module of sentence-transformers, is not compared: give lo"):
+        diff(base, tuned)
+
+
 def test_adapters_that_are_not_merged_are_named():
     base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(target_modules=["0"]))

@@ -10,7 +10,7 @@ from models import MLP, build, loss_of, run_steps
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary
+from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary, trained_state
 
 BUDGET, STEPS = 40, 8
 
@@ -220,6 +220,7 @@ def test_a_weight_that_changed_its_shape_is_refused(mlp):
 def test_a_module_that_got_no_gradient_is_named_once():
     model = MLP()
     model.unused = nn.Linear(3, 3)
+    resumed = copy.deepcopy(model)
     sparsify(model, BUDGET, "id3", steps=STEPS)
     _, batches = build("mlp")
     with pytest.warns(UserWarning, match=r"2 of 10 tensors got no gradient.*unused\.weight, unused\.bias.*no_grad"):
@@ -227,6 +228,8 @@ def test_a_module_that_got_no_gradient_is_named_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, batches, steps=2)
+        sparsify(resumed, BUDGET, "id3", steps=STEPS).load_state_dict(trained_state(model))
+        train(resumed, batches, steps=1)
 
 
 @pytest.mark.parametrize("strategy", ["random", "id3"])

@@ -13,7 +13,7 @@ import torch
 from models import build, loss_of, sparsified
 from torch import nn
 
-from sparsify import SparsifyCallback, SparsifyError, get_engine, optimizer_stepped, sparsify, summary
+from sparsify import SparsifyCallback, SparsifyError, desparsify, get_engine, optimizer_stepped, sparsify, summary
 
 BUDGET, STEPS = 20, 12
 UNHELD = r"holds `sparse_values`.*Make it after sparsify\(\)"
@@ -50,7 +50,16 @@ def a_delta_that_was_replaced():
     return model, optimizer, batches
 
 
-@pytest.mark.parametrize("make", [made_before, groups_of_layers, a_delta_that_was_replaced])
+def that_of_an_earlier_training():
+    model, batches = built(modules_to_save=["classifier"])
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    again = sparsify(desparsify(model), BUDGET, "id3", steps=STEPS, modules_to_save=["classifier"])
+    return again, optimizer, batches
+
+
+@pytest.mark.parametrize(
+    "make", [made_before, groups_of_layers, a_delta_that_was_replaced, that_of_an_earlier_training]
+)
 def test_an_optimizer_without_the_flat_delta_is_refused_at_its_first_step(make):
     model, optimizer, batches = make()
     before = copy.deepcopy(model.state_dict())
