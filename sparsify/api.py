@@ -50,7 +50,8 @@ def sparsify(
         strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"gsnr"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``,
             ``"d3-repeat"``, ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's
             ``support``, bool masks, or flat indices. ``None``: what runs on such models speak for, in linear layers:
-            ``"random"`` for a causal language model, ``"id3"`` with the schedule ``"early"`` for others and adapters.
+            ``"random"`` for a causal language model and for 5 % or more of these layers, else, and for new adapters,
+            ``"id3"`` with the schedule ``"early"``.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.
         schedule: how the unmasked set grows: ``"uniform"``, the paper's, by the same number at every step; ``"early"``,
@@ -87,7 +88,7 @@ def sparsify(
     """
     check_model(model)
     if strategy is None:
-        strategy, schedule, target_modules = recommend(model, schedule, target_modules, modules_to_save)
+        strategy, schedule, target_modules = recommend(model, budget, schedule, target_modules, modules_to_save)
     strategy = strategy if strategy == "full" else strategies.resolve_strategy(strategy)
     schedule = strategies.resolve_schedule("uniform" if schedule is None else schedule)
     steps = strategies.check_steps(steps)
@@ -200,7 +201,7 @@ def extend(
             training; before anything has been changed.
 
     Example:
-        >>> model = sparsify(torch.nn.Linear(4, 4), budget=3, steps=10)
+        >>> model = sparsify(torch.nn.Linear(4, 4), budget=3, strategy="id3", steps=10)
         >>> extend(model, budget=6, steps=20)
         >>> model.sparse_values.shape
         torch.Size([6])

@@ -93,7 +93,7 @@ class SparseConfig(PeftConfig):
         own: Any = self
         given, targets, schedule = own.strategy, own.target_modules, own.schedule
         if given is None:
-            given, schedule, linear = recommend(model, schedule, targets, None)
+            given, schedule, linear = recommend(model, self.budget, schedule, targets, None)
             targets = linear if self.layers_to_transform is None else targets
         strategy, resolved = self._resolve(given, schedule)
         if self.layers_to_transform is not None or (self.lora and self.target_modules not in (None, ALL_LINEAR)):

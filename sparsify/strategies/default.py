@@ -14,14 +14,17 @@ from sparsify.common.quantized import is_quantized
 from sparsify.strategies.strategy import PRESETS, Strategy
 from sparsify.strategies.targets import ALL_LINEAR, PEFT_SAVED, Pattern, is_peft, match_modules, with_children
 
+MANY = 0.05  # share of the linear layers; of 3 % ID3 chooses well, of 12 % as many random entries are better
+
 
 def recommend(
-    model: nn.Module, schedule: Any, target_modules: Pattern, modules_to_save: list[str] | None
+    model: nn.Module, budget: Any, schedule: Any, target_modules: Pattern, modules_to_save: list[str] | None
 ) -> tuple[Strategy, Any, Pattern]:
     """Returns strategy, schedule and target modules for a model; the last two are those that are given, if they are.
 
-    Random entries are for a causal language model that is trained itself, ID3 for any other and for new adapters. The
-    candidates are in the linear layers, but for a model that has more to train elsewhere, as a convolutional one.
+    Random entries are for a causal language model that is trained itself, and for a large budget in any other one; ID3
+    is for the rest and for new adapters. The candidates are in the linear layers, but for a model that has more to
+    train elsewhere, as a convolutional one.
     """
     modules = dict(model.named_modules())
     saved = with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
@@ -32,7 +35,9 @@ def recommend(
     other, _ = _count(each for each in others if not isinstance(each, nn.Embedding) and each is not head)
     number, frozen = _count(modules[name] for name in linear)
     is_itself = not is_peft(modules) and (number > frozen or any(map(is_quantized, model.parameters())))
-    strategy = PRESETS["random" if is_itself and _is_language_model(plain_model(model)) else "id3"]
+    candidates = number if number > other else number + other
+    is_large = isinstance(budget, int | float) and 0 < MANY * (1 if budget < 1 else candidates) <= budget
+    strategy = PRESETS["random" if is_itself and (is_large or _is_language_model(plain_model(model))) else "id3"]
     if target_modules is None and number > other:
         trained = [name for name in sorted(linear) if _count([modules[name]])[0]]
         target_modules = "|".join(map(re.escape, trained))

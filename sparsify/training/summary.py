@@ -139,7 +139,7 @@ def suggested_rate(strategy: Strategy, share: float, *, has_head: bool) -> list[
         return []
     factor = 1 / share if is_spread else TIMES_FULL
     example = f"{factor * FULL_RATE:.2g} where that is {FULL_RATE:g}"
-    head = "; for a new head 5 to 10 times as much" if has_head and not is_spread else ""
+    head = "; for a new head 5 to 10 times as much" if has_head and factor <= TIMES_FULL else ""
     return [("learning rate", f"try {factor:.3g} times that of full fine-tuning: {example}{head}")]
 
 

@@ -1,5 +1,7 @@
 """What ``sparsify(model, budget)`` does where no strategy is named."""
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -50,7 +52,7 @@ def in_bfloat16():
         (t5, "id3"),
         (lambda: lora(llama()), "id3"),
         (lambda: add_adapters(llama(), "pfeiffer", 2), "id3"),
-        (lambda: nn.Sequential(nn.Conv1d(2, 3, 2)), "id3"),
+        (lambda: nn.Sequential(nn.Conv1d(2, 90, 2)), "id3"),
     ],
     ids=["llama", "bfloat16", "bert", "t5", "lora", "adapters", "convolution"],
 )
@@ -58,6 +60,18 @@ def test_a_language_model_gets_random_entries_and_all_others_id3_unmasked_early(
     engine = get_engine(sparsify(make(), budget=8, steps=10))
     assert engine.strategy == PRESETS[strategy]
     assert engine.policy.schedule == SCHEDULES["early"]
+
+
+@pytest.mark.parametrize(("share", "strategy"), [(0.049, "id3"), (0.05, "random"), (0.12, "random")])
+def test_of_a_twentieth_of_the_linear_layers_or_more_entries_are_random(share, strategy):
+    linear = 4 * 16 * 17 + 16 * 33 + 32 * 17  # with biases, without the pooler and the head, which are saved
+    for budget in (share, math.ceil(share * linear)):
+        saved = ["pooler", "classifier"]
+        engine = get_engine(sparsify(bert(), budget, steps=10, modules_to_save=saved))
+        assert engine.strategy == PRESETS[strategy]
+        assert engine.budget == pytest.approx(share * linear, abs=1)
+    engine = get_engine(sparsify(lora(llama()), share, steps=10))
+    assert engine.strategy == PRESETS["id3"], "new adapters have their own"
 
 
 def test_candidates_are_the_linear_layers_that_train_but_for_the_head_of_a_language_model():
