@@ -34,8 +34,9 @@ def recommend(
     others = [modules[name] for name in modules.keys() - saved - linear]
     other, _ = _count(each for each in others if not isinstance(each, nn.Embedding) and each is not head)
     number, frozen = _count(modules[name] for name in linear)
-    is_itself = not is_peft(modules) and (number > frozen or any(map(is_quantized, model.parameters())))
-    candidates = number if number > other else number + other
+    has_quantized = any(map(is_quantized, model.parameters()))  # which do not require grad
+    is_itself = not is_peft(modules) and (number > frozen or has_quantized)
+    candidates = number + (frozen if has_quantized else 0) + (0 if number > other else other)
     is_large = isinstance(budget, int | float) and 0 < MANY * (1 if budget < 1 else candidates) <= budget
     strategy = PRESETS["random" if is_itself and (is_large or _is_language_model(plain_model(model))) else "id3"]
     if target_modules is None and number > other:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from quantized_models import quantize
 from torch import nn
 from transformers import (
     BertConfig,
@@ -72,6 +73,11 @@ def test_of_two_per_cent_of_the_linear_layers_or_more_entries_are_random(share, 
         assert engine.budget == pytest.approx(share * linear, abs=1)
     engine = get_engine(sparsify(lora(llama()), share, steps=10))
     assert engine.strategy == PRESETS["id3"], "new adapters have their own"
+
+
+def test_the_share_of_a_quantized_model_counts_its_quantized_weights():
+    model = sparsify(quantize(bert(), "nf4"), budget=8, steps=10, target_modules="all-linear")
+    assert get_engine(model).strategy == PRESETS["id3"]
 
 
 def test_candidates_are_the_linear_layers_that_train_but_for_the_head_of_a_language_model():
