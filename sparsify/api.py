@@ -50,7 +50,7 @@ def sparsify(
         strategy: ``"id3"``, ``"pafi"``, ``"fish"``, ``"gsnr"``, ``"random"``, ``"bitfit"``, ``"sparseadapter"``,
             ``"d3-repeat"``, ``"full"``, a :class:`Strategy`, or a set of entries by tensor name: an earlier delta's
             ``support``, bool masks, or flat indices. ``None``: what runs on such models speak for, in linear layers:
-            ``"random"`` for a causal language model and for 2 % or more of these layers, else, and for new adapters,
+            ``"random"`` for a causal language model and for 5 % or more of these layers, else, and for new adapters,
             ``"id3"`` with the schedule ``"early"``.
         steps: planned number of optimizer steps; needed by an incremental strategy before the first backward, and by
             repeat-S here; ``SparsifyCallback`` finds those of the Hugging Face Trainer.

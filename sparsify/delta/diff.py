@@ -22,9 +22,9 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
         expected = "a number of entries, at least 1, a share of all as a float in (0, 1), or None for all of them"
         raise SparsifyError(f"budget={budget!r}; expected {expected}.")
     old, new = open_base(base), open_base(tuned)
-    for side in (old, new):
-        for file in side.path.glob("[0-9]*_*/model.safetensors") if isinstance(side, Checkpoint) else ():
-            raise SparsifyError(f"`{file}`, of a module of sentence-transformers, is not compared: give loaded models.")
+    folders = [side.path for side in (old, new) if isinstance(side, Checkpoint)]
+    if files := [file for folder in folders for file in folder.glob("[0-9]*_*/model.safetensors")]:
+        raise SparsifyError(f"`{files[0]}`, of a module of sentence-transformers, is not compared: give loaded models.")
     ties = new.conversion.tied if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]
     _check_comparable(names, old, ties.values())

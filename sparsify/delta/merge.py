@@ -250,10 +250,9 @@ def _updated_config(
         return None
     document = read_json(path)
     for key, (old, new) in sizes.items():
-        part = key.split(".")[0]  # such as the decoder, in the config of a composite model
-        text = json.dumps(document.get(part) if isinstance(document.get(part), dict) else document)
-        resized = json.loads(re.sub(rf'"vocab_size": {old}\b', f'"vocab_size": {new}', text))
-        document |= {part: resized} if isinstance(document.get(part), dict) else resized
+        part = document.get(key.split(".")[0])  # such as the decoder, in the config of a composite model
+        own = part if isinstance(part, dict) else document
+        own.update(json.loads(re.sub(rf'"vocab_size": {old}\b', f'"vocab_size": {new}', json.dumps(own))))
     return {**document, **updates}
 
 

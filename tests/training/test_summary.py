@@ -117,6 +117,8 @@ def test_a_rate_is_suggested_as_a_multiple_of_full_fine_tunings(strategy, rate):
     with_head = replace(found, num_dense=9)
     assert ("for a new head 5 to 10 times as much" in str(with_head)) == (rate == "10 times")
     assert "a new head" not in str(found)
+    many = replace(with_head, budget=4800)
+    assert ("for a new head 5 to 10 times as much" in str(many)) == bool(rate), "at 12 % no rate is above ten times"
 
 
 def test_a_notebook_shows_the_text_which_lists_the_tensors_unmasked_most():
