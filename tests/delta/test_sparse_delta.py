@@ -343,12 +343,15 @@ def test_applying_twice_is_refused(model, delta):
             copy.deepcopy(delta).apply(model)
 
 
-def test_what_is_no_model_is_refused(model, delta):
-    for given in ("a-folder", dict(model.named_parameters())):
-        with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got (str|dict): load the model first"):
-            delta.apply(given)
-        with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module"):
-            summary(given)
+@pytest.mark.parametrize("make", [nn.Module.state_dict, str, list], ids=["state dict", "str", "list"])
+def test_what_is_no_model_is_refused(model, delta, make):
+    wrong = make(model) if make is not list else [model]
+    for call in (summary, delta.apply, (delta + delta).apply, lambda model: delta.applied(model).__enter__()):
+        with pytest.raises(SparsifyError, match=r"expected a torch\.nn\.Module, got \w+: load the model first"):
+            call(wrong)
+    if make is not str:  # a path
+        with pytest.raises(SparsifyError, match=r"the base is a (OrderedDict|list), expected a model, or the path"):
+            delta.check(wrong)
 
 
 def test_a_sparsified_model_is_refused_both_ways(model, delta):
