@@ -536,7 +536,7 @@ def test_weighted_adapters_are_the_algebra_of_deltas_with_the_present_values(bas
     deltas = [SparseDelta.from_model(each) for each in (model, other)]
     for kind, options, expected in [
         ("linear", {}, deltas[0] - 0.5 * deltas[1]),
-        ("ties", {"density": 0.4}, merge_deltas(deltas, [1, -0.5], density=0.4)),
+        ("ties", {}, merge_deltas(deltas, [1, -0.5])),
         ("dare_linear", {"density": 0.7}, merge_deltas(deltas, [1, -0.5], "dare_linear", density=0.7)),
     ]:
         model.add_weighted_adapter(["default", "other"], [1, -0.5], kind, kind, **options)
@@ -554,7 +554,7 @@ def test_weighted_adapters_are_the_algebra_of_deltas_with_the_present_values(bas
         ((["othr"], [1], "new"), {}, r"adapters=.'othr'. .*; expected some of .'default', 'other', .*"),
         ((["other"], [1], "ties"), {}, "adapter_name='ties'; expected some of .* a name that is none of these"),
         ((["other"], [1, 1], "new"), {}, "expected a weight for each of 1 deltas"),
-        ((["other"], [1], "new", "ties"), {}, "cannot be thinned out by None"),
+        ((["other"], [1], "new", "ties"), {"density": 0}, "density is 0, expected"),
     ]:
         with pytest.raises(SparsifyError, match=text):
             model.add_weighted_adapter(*arguments, **options)

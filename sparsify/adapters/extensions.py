@@ -33,7 +33,7 @@ _MODULES = ("target_modules", "exclude_modules", "feedforward_modules")  # a reg
 
 
 def record_extensions(model: nn.Module, held: Iterable[str]) -> dict[str, Any]:
-    """Records PEFT's adapters of which a delta ``held`` tensors, and ours, for :func:`extend`."""
+    """Records PEFT's adapters of which a delta ``held`` tensors, and ours, for :func:`rebuild`."""
     found: dict[str, Any] = {}
     parts = {part for name in held for part in name.split(".")}
     for module in model.modules():

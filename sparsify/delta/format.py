@@ -129,21 +129,17 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_tree(value: Any) -> None:
+def _check_tree(value: Any, depth: int = 0) -> None:
     """Raises where objects and lists are too deep in each other, a number is beyond floats, or a text no Unicode."""
-    items, depth = [value], 0
-    while items:  # those of one depth
-        inner: list[Any] = []
-        for item in items:
-            if isinstance(item, str):
-                item.encode()  # fails for half of a surrogate pair
-            elif isinstance(item, (int, float)) and not abs(item) <= sys.float_info.max:  # nor is NaN
-                raise DeltaFormatError(f"the number {item!r:.40} is not finite as a float")
-            elif isinstance(item, (dict, list)):
-                inner += chain(item, item.values()) if isinstance(item, dict) else item
-                if depth == MAX_DEPTH:
-                    raise DeltaFormatError(f"objects and lists are more than {MAX_DEPTH} deep in each other")
-        items, depth = inner, depth + 1
+    if isinstance(value, str):
+        value.encode()  # fails for half of a surrogate pair
+    elif isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:  # nor is NaN
+        raise DeltaFormatError(f"the number {value!r:.40} is not finite as a float")
+    elif isinstance(value, (dict, list)):
+        if depth == MAX_DEPTH:
+            raise DeltaFormatError(f"objects and lists are more than {MAX_DEPTH} deep in each other")
+        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+            _check_tree(item, depth + 1)
 
 
 def to_bytes(

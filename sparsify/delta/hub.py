@@ -217,8 +217,8 @@ def _rows(tensors: TensorDeltas, whole: NamedTensors) -> Iterator[str]:
 def _strategy(recorded: Any) -> str | None:
     """The name of a recorded strategy's preset, or of its importance and selection: letters, digits, dashes."""
     parts = map(recorded.get, ("importance", "selection")) if isinstance(recorded, dict) else [{"name": recorded}]
-    names = [part.get("name") for part in parts if isinstance(part, dict)]
-    name = "-".join(name for name in names if isinstance(name, str))
+    known = [part for part in parts if isinstance(part, dict) and isinstance(part.get("name"), str)]
+    name = "-".join("largest" if part.get("largest") else part["name"] for part in known)  # PaFi's are the smallest
     return re.sub(r"[^A-Za-z0-9]+", "-", _PRESETS.get(name, name)).strip("-").lower()[:_MAX_TEXT] or None
 
 

@@ -139,16 +139,18 @@ class SparseDelta(Summable):
         return cls(*diff(base, tuned, budget, progress=progress))
 
     @classmethod
-    def from_peft(cls, folder: StrPath, base: Base) -> SparseDelta:
-        """Reads a SHiRA or Supertuning adapter that PEFT wrote.
+    def from_peft(cls, folder: StrPath, base: nn.Module) -> SparseDelta:
+        """Makes a delta of an adapter that PEFT wrote: what changes in the base where PEFT merges it.
+
+        SHiRA and Supertuning change few entries; any other adapter that can be merged changes its layers whole.
 
         Args:
             folder: with ``adapter_config.json`` and ``adapter_model.safetensors``; pickles are not read.
-            base: the model that the adapter was trained on, in the dtype it is used in, or the path of its checkpoint.
+            base: the model that the adapter was trained on, in the dtype it is used in; PEFT merges into a copy.
 
         Raises:
-            DeltaFormatError: when the adapter is broken, or of another type.
-            BaseMismatchError: when it does not fit the base.
+            DeltaFormatError: when PEFT cannot load the adapter and merge it into this base.
+            SparsifyError: when it changes nothing.
         """
         return cls(*peft_files.convert_adapter(folder, base))
 

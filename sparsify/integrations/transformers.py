@@ -150,7 +150,8 @@ class SparsifyCallback(TrainerCallback):
             checkpoints.write_trained_state(event["model"], folder, args)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **event: Any) -> None:
-        if state.is_world_process_zero:
+        # a sharded model's delta would have to be gathered, and this is an event of the first rank's alone
+        if state.is_world_process_zero and not get_engine(event["model"]).sharded:
             delta = SparseDelta.from_model(event["model"])
             delta.config = public_config(delta.config)
             delta.save(args.output_dir)

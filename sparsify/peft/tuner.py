@@ -68,7 +68,7 @@ class SparseModel(BaseTuner):
 
     def add_weighted_adapter(
         self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, combination_type: str = "linear",
-        *, density: float | None = None, majority_sign_method: str = "total",
+        *, density: float = 1.0, majority_sign_method: str = "total",
     ) -> None:  # fmt: skip
         """Adds the sum or merge of some adapters, as they are now, as an adapter that can be run.
 

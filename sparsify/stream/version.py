@@ -4,7 +4,7 @@
     two of them --difference--> Changes
 
 The entries of a version are in the order of their tensors' names, and ascending in each tensor, so that the values of
-known entries are sent without positions. ``format.md`` specifies the bytes under "Streams".
+known entries are sent without positions. ``delta/format.md`` specifies the bytes under "Streams".
 """
 
 import hashlib
@@ -187,7 +187,8 @@ def _check_stream(config: dict[str, Any], data: bytes) -> dict[str, Any]:
     if (stream := config.get(STREAM_KEY)) is None:
         raise DeltaFormatError(f"its config has no `{STREAM_KEY}`, so it belongs to no stream")
     if isinstance(stream, dict) and stream.get("format_version") != STREAM_VERSION:
-        raise DeltaFormatError(f"its stream's format version is {stream.get('format_version')!r:.120}, expected 1")
+        found = f"{stream.get('format_version')!r:.120}, expected {STREAM_VERSION}"
+        raise DeltaFormatError(f"its stream's format version is {found}")
     delta_format.check_object(f"`{STREAM_KEY}`", stream, _KEYS)
     chain, stated, number = stream["chain"], stream[_HASH_KEY], stream["version"]
     if not is_text("[0-9a-f]{32}", chain) or not is_text("[0-9a-f]{64}", stated):

@@ -193,7 +193,7 @@ class Engine(TrainingStep):
         thread = threading.get_ident()
         for other in list(self._passes):
             if other != around and self._begun[other][0] == thread:
-                del self._passes[other]  # it failed: a thread runs one pass at a time, and those inside of it
+                del self._passes[other], self._begun[other]  # it failed: a thread runs one, and those inside of it
         if self.entries.values.grad is None and not self._passes:
             self.passes = 0  # the gradients of those before are gone, as where one was interrupted
         adds = self.selected and not self._passes and optimizer_steps.adds_to_gradient(super().root_anchor())

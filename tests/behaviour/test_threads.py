@@ -78,3 +78,14 @@ def test_a_backward_pass_that_failed_in_one_thread_does_not_hold_up_another():
         loss_of(each, batches[1]).backward()
     assert unmasked_sets(model) == unmasked_sets(twin)
     assert torch.equal(model.sparse_values.grad, twin.sparse_values.grad)
+
+
+def test_failed_backward_passes_leave_nothing_behind():
+    model, batches = sparsified("mlp", BUDGET, steps=3)
+    failing = model.second.register_full_backward_hook(lambda *_: 1 / 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, batches[0]).backward()
+    failing.remove()
+    loss_of(model, batches[1]).backward()
+    assert not get_engine(model)._begun

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from models import build, train
 from transformers import BertForSequenceClassification
 
-from sparsify import SparseDelta, SparsifyError, desparsify, sparsify
+from sparsify import Magnitude, SparseDelta, SparsifyError, Static, Strategy, desparsify, sparsify
 from sparsify.common.raw_bits import digest
 from sparsify.delta.entries import TensorDelta
 from sparsify.delta.format import FILE_NAME
@@ -277,6 +277,7 @@ delta = SparseDelta.load("user/name")
     ("config", "tag"),
     [
         *(({"strategy": PRESETS[name].to_dict()}, [name]) for name in PRESETS),
+        ({"strategy": Strategy(Magnitude(largest=True), Static()).to_dict()}, ["largest-static"]),
         ({}, []),
         ({"strategy": "id3", "versions": 3, "budget": "many", "steps": None}, ["id3"]),
         ({"strategy": {"importance": None, "selection": {"name": "given"}}}, ["given"]),

@@ -85,6 +85,8 @@ def test_servers_that_come_late_or_start_again_get_a_snapshot_and_an_earlier_run
     run, (_, first), (engine, second) = Run(), start(tmp_path), start(tmp_path)
     with Server(first) as server:
         port, publisher = server.http.server_port, VLLMPublisher(run.model, server.url, attempts=2)
+    with pytest.raises(SparsifyError, match="attempts is 0, expected an int of at least 1"):
+        VLLMPublisher(run.model, server.url, attempts=0)
     check_refused(publisher, 0, r"does not take it .*refused.*: start it, or look at its log; the next version is sent")
     for model in (first, second):
         with Server(model, port) as server:

@@ -154,6 +154,8 @@ class _Follower(VLLMServer):
 
     def __init__(self, url: str, *, attempts: int = 8, **options: Any) -> None:
         super().__init__(url, **options)
+        if type(attempts) is not int or attempts < 1:
+            raise SparsifyError(f"attempts is {attempts!r}, expected an int of at least 1.")
         self._attempts, self._thread = attempts, ThreadPoolExecutor(1)
         self._next: DeltaUpdate | None = None
         self._tried: DeltaUpdate | None = None
