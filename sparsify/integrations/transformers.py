@@ -43,7 +43,8 @@ class SparsifyCallback(TrainerCallback):
       loss, for every reporter of ``report_to``, and to ``trainer.state.log_history``.
     - Checkpoints hold the trained state in place of the model. ``resume_from_checkpoint`` continues bit for bit from a
       model that was built and sparsified in the same way, by the steps that the interrupted run had planned.
-      ``trainer.save_model()``, elsewhere, writes an ordinary model; of a quantized one, the packed base and a delta.
+      ``trainer.save_model()``, elsewhere, writes an ordinary model, if that has ``save_pretrained``; of a quantized
+      one, the packed base and a delta.
       The trainers of sentence-transformers resume only where the callback was in their ``callbacks``, not where it was
       added later.
     - A checkpoint folder that a killed run left incomplete is set aside when the Trainer is made, so that

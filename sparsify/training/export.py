@@ -5,6 +5,7 @@ weights have now, the tensors that have to be stored whole, and a delta's config
 """
 
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,10 @@ NOT_FINITE = (
     "`sparse_values` is not finite: the loss or its gradient overflowed, and the optimizer stepped by it. Go on from "
     "an earlier state, and clip gradients, scale the loss (GradScaler), or lower the learning rate."
 )
+CAST = (
+    "the model was cast from {before} to {now} after sparsify(), as by a Trainer's bf16_full_eval: the delta is of the "
+    "base in that dtype, and trained values are rounded to it. Make the delta before evaluate(), or from a checkpoint."
+)
 _LIBRARIES = ("sparsify", "torch", "safetensors", "transformers", "peft")  # a delta's config has their versions
 
 
@@ -57,6 +62,9 @@ class Exporter:
         self._entries: dict[ModelTensor, TrainedEntries] = {}  # those exported as entries, with the base's values
         self._config: dict[str, Any] = {}
         warn_of_unheld(engine, model, stacklevel=4)
+        known = engine.weights.base_digests
+        if cast := [t for t in engine.tensors if t.name in known and known[t.name][0] != t.dtype]:
+            warnings.warn(CAST.format(before=known[cast[0].name][0], now=cast[0].dtype), stacklevel=3)
 
     def delta(self, budget: int | None = None) -> DeltaParts:
         """The parts of a :class:`sparsify.SparseDelta`, of the first ``budget`` entries or all."""

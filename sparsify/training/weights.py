@@ -1,8 +1,10 @@
 """The effective values: base + delta in the weights, before anything reads them.
 
 after a step, or a load            :meth:`~EffectiveWeights.write`: O(budget)
-before a forward, a state dict     :meth:`~EffectiveWeights.refresh`, in case the flat delta was written to by anything
-                                   but an optimizer step
+before a forward, a state dict     :meth:`~EffectiveWeights.adopt_touched` takes what was written into weights for
+                                   changes of the flat delta; :meth:`~EffectiveWeights.refresh` writes them, in case the
+                                   flat delta was written to by anything but an optimizer step
+after weights were loaded alone    :meth:`~EffectiveWeights.adopt`, for trained values or another base
 ``with base_weights(model)``       the pretrained values, for a while
 """
 

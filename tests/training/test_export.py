@@ -148,6 +148,13 @@ def test_a_module_that_was_cast():
     assert {entries.dtype for entries in version.tensors.values()} == {torch.float32, torch.bfloat16}
 
 
+def test_a_delta_of_a_model_that_was_cast_says_that_it_is_rounded():
+    model, _ = sparsified("mlp", 60, "random")
+    with pytest.warns(UserWarning, match="cast from torch.float32 to torch.bfloat16 after .* bf16_full_eval") as caught:
+        SparseDelta.from_model(model.bfloat16())
+    assert [each.filename for each in caught] == [__file__]
+
+
 def test_negative_zeros_between_backward_and_step():
     model, batches = build("mlp")
     with torch.no_grad():
