@@ -180,3 +180,24 @@ def test_desparsify_inside_of_base_weights_is_refused_and_loses_nothing():
     with base_weights(model), pytest.raises(SparsifyError, match=r"desparsify\(\) inside base_weights\(\)"):
         desparsify(model)
     assert all(torch.equal(own, trained[name]) for name, own in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["core.entries.Entries.register", "training.entries.ModelEntries.remember", "training.install.groups",
+     "training.install.record_settings", "training.install.place_hooks", "training.engine.Engine.start"],
+)  # fmt: skip
+def test_a_call_that_runs_out_of_memory_leaves_the_model_as_it_was(monkeypatch, place):
+    model = MLP()
+    model.first.bias.requires_grad_(False)
+    before = state_of(model)
+
+    def fail(*args, **kwargs):
+        raise MemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"sparsify.{place}", fail)
+        with pytest.raises(MemoryError):
+            sparsify(model, 30, "id3", steps=2, modules_to_save=["second"])
+    assert state_of(model) == before
+    assert get_engine(sparsify(model, 30, "id3", steps=2)).budget == 30

@@ -37,8 +37,10 @@ class Entries:
         self._sort()
 
     def remove(self) -> None:
-        """Removes all that :meth:`register` added."""
-        del self.root._parameters[VALUES], self.root._buffers[IDS], self.root._buffers[BASE]
+        """Removes all that :meth:`register` added, or had time to."""
+        self.root._parameters.pop(VALUES, None)
+        for name in (IDS, BASE):
+            self.root._buffers.pop(name, None)
 
     @property
     def values(self) -> Any:

@@ -4,6 +4,7 @@
 checksum of their ids.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sparsify.common.names import POSITION
 from sparsify.core.devices import upload
 from sparsify.core.entries import BASE, IDS, VALUES, Entries, count_by_tensor
+from sparsify.errors import SparsifyError
 
 BUFFERS = (IDS, BASE, POSITION)
 _SHORT = (torch.float16, torch.bfloat16)
@@ -32,6 +34,13 @@ class SparseValues(nn.Parameter):
             is_cast = new.shape == own.shape and not new.is_meta and torch.equal(own.to(new), new)
             new = own.to(new.device) if is_cast else new.to(own.dtype)
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+
+    def is_floating_point(self) -> bool:
+        """``False``: a module casts what says so, and transformers takes the dtype of the first one for the model's."""
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and sys._getframe(1).f_code.co_name == "_validate_tensors_to_flatten":
+            raise SparsifyError("FullyShardedDataParallel (FSDP1) flattens parameters: use fully_shard() (FSDP2).")
+        return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SparseValues, (self.data, self.requires_grad)
@@ -57,7 +66,7 @@ class ModelEntries(Entries):
 
     def remove(self) -> None:
         super().remove()
-        del self.root._buffers[POSITION]
+        self.root._buffers.pop(POSITION, None)
 
     @property
     def values(self) -> SparseValues:

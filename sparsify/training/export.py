@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsify.adapters.extensions import record_extensions
 from sparsify.common.names import ENGINE, persistent_buffers, plain_model, plain_name
 from sparsify.common.raw_bits import digest
-from sparsify.common.shards import full_values, reshard
+from sparsify.common.shards import full_values, is_fully_sharded, reshard
 from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
@@ -206,7 +206,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "base_model_name_or_path": str(Path(base).absolute()) if base and Path(base).is_dir() else base,
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in of_base if p.is_floating_point()}),
-        "architecture": type(model).__name__,
+        "architecture": type(model).__name__.removeprefix("FSDP" if is_fully_sharded(model) else ""),
         "model_config": _head_config(model_config) if engine.dense_names or engine.new_names else {},
         "strategy": engine.strategy.to_dict(),
         "schedule": asdict(engine.policy.schedule),

@@ -68,11 +68,12 @@ def remove_hooks(engine: Engine) -> None:
     root = engine.root
     if getattr(root, IGNORED_ON_SAVE, None):
         setattr(root, IGNORED_ON_SAVE, set(getattr(root, IGNORED_ON_SAVE)) - set(STATE))
-    others = [name for name in getattr(root, NOT_BROADCAST) if name not in _not_broadcast(root)]
-    setattr(root, NOT_BROADCAST, others) if others else delattr(root, NOT_BROADCAST)
+    others = [name for name in vars(root).pop(NOT_BROADCAST, ()) if name not in _not_broadcast(root)]
+    if others:
+        setattr(root, NOT_BROADCAST, others)
     for handle in engine.hooks:
         handle.remove()
-    del root.__dict__[ENGINE]
+    root.__dict__.pop(ENGINE, None)
 
 
 def _not_broadcast(root: nn.Module) -> list[str]:
@@ -211,6 +212,9 @@ def trained_state_of(engine: Engine, model: nn.Module, state_dict: NamedTensors 
     needed = _needed(engine) | set(changed_buffers(engine))
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # a tied tensor's
     names = [n for n in state_dict if n in first_names and (not n.startswith(prefix) or n[len(prefix) :] in needed)]
+    if gone := sorted({prefix + name for name in needed} & first_names - state_dict.keys()):
+        problem = f"`{gone[0]}` is not in the model's state dict: a hook renames it, or leaves it out"
+        raise SparsifyError(f"{problem}; remove that until training is done, or save the whole state_dict().")
     kept = {name: state_dict[name].detach() for name in names}
     count = int(kept[prefix + POSITION][2])
     # torch.save() of a part of a buffer would write all of it

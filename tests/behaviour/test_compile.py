@@ -307,3 +307,20 @@ def test_reentrant_checkpointing_of_a_compiled_part_is_refused_by_name():
     output = checkpoint(model.wide, x, use_reentrant=True)
     with pytest.raises(SparsifyError, match=r"`wide\.(weight|bias)` was recomputed.*use_reentrant"):
         output.sum().backward()
+
+
+class OfItsOwnDtype(nn.Sequential):
+    @property
+    def dtype(self):  # as transformers' models have it
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+
+    def forward(self, x):
+        return super().forward(x.to(self.dtype))
+
+
+def test_a_graph_computes_in_the_models_dtype_and_not_in_that_of_the_flat_delta():
+    model = sparsify(OfItsOwnDtype(nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16(), 5, "id3", steps=2)
+    output = torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4))
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert summary(model).unmasked == 2

@@ -132,6 +132,7 @@ def state(rank, **options):
     base, _ = words()
     delta.apply(base)
     applied = all(torch.equal(parameter, full[name]) for name, parameter in base.named_parameters())
+    applied &= delta.config["architecture"] == type(base).__name__
     other, _ = words()
     shard(sparsify(other, BUDGET, "id3", steps=STEPS), **options)
     set_model_state_dict(other, full, options=StateDictOptions(full_state_dict=True))

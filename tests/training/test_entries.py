@@ -1,9 +1,11 @@
-"""What is wrong with damaged entries of a state."""
+"""The flat delta's dtype beside the model's, and what is wrong with damaged entries of a state."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from models import build
 from torch import nn
 
 from sparsify import SparsifyError, sparsify
@@ -39,3 +41,16 @@ def test_entries_that_make_no_sense_are_refused_and_the_model_stays_as_it_is(wri
         model.load_state_dict(state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     model.load_state_dict(before)
+
+
+@pytest.mark.parametrize("part", ["", "bert.encoder"])
+def test_a_short_models_dtype_is_that_of_its_own_parameters_and_not_of_the_flat_delta(part):
+    model, batches = build("bert", dtype=torch.bfloat16)
+    sparsify(model.get_submodule(part), 20, "id3", steps=2)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each(**batches[0]).loss.backward()
+        values = each.get_submodule(part).sparse_values
+        assert values.grad.any()
+        assert (each.dtype, values.dtype) == (torch.bfloat16, torch.float32)
+    model.float().to(torch.float16)
+    assert (model.dtype, model.get_submodule(part).sparse_values.dtype) == (torch.float16, torch.float32)

@@ -95,6 +95,15 @@ def test_what_the_base_does_not_have_is_in_the_trained_state():
     assert bits(other) == bits(model)
 
 
+def test_a_trained_state_without_what_a_hook_renames_is_refused():
+    model = sparsify(build("mlp")[0], 20, "id3", steps=4, modules_to_save=["second"])
+    handle = model.register_state_dict_post_hook(lambda _, state, *__: state.update(w=state.pop("second.weight")))
+    with pytest.raises(SparsifyError, match=r"`second.weight` is not in the model's state dict: a hook renames it"):
+        trained_state(model)
+    handle.remove()
+    assert "second.weight" in trained_state(model)
+
+
 def test_a_tied_dense_weight_is_there_once(tmp_path):
     tied = nn.ModuleDict({"embed": nn.Embedding(9, 4), "middle": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
     tied["head"].weight = tied["embed"].weight
