@@ -71,16 +71,17 @@ def test_each_answer_under_load_is_of_one_version_and_says_of_which(server, fold
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
 def test_an_answer_in_flight_goes_on_in_the_new_version_or_ends(server, folder, in_flight):
     run, prompt, count, seen = Run(folder), PROMPTS[0], 48, []
-    publisher = VLLMPublisher(run.model, server.url, in_flight=in_flight)
-    publisher.update()
+    publisher = VLLMPublisher(None, server.url, in_flight=in_flight)
+    publisher(run.publisher.snapshot())
     publisher.wait()
-    for _ in range(50):  # until an update comes in the middle of an answer
+    for attempt in range(100):  # until an update comes in the middle of an answer, however fast the machine is
         before = greedy(run.model, [prompt], count)[0]
+        run.step()
+        update = run.publisher.update()
         asking = threading.Thread(target=lambda: seen.append(server.generate(prompt, count)))
         asking.start()
-        time.sleep(0.1)
-        run.step()
-        update = publisher.update()
+        time.sleep(attempt / 250)
+        publisher(update)
         publisher.wait()
         asking.join()
         tokens, versions, reason = seen[-1]
