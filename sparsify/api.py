@@ -93,6 +93,8 @@ def sparsify(
     schedule = strategies.resolve_schedule("uniform" if schedule is None else schedule)
     steps = strategies.check_steps(steps)
     _check_calibration(strategy, calibration, loss_fn)
+    if not isinstance(seed, int):
+        raise SparsifyError(f"seed={seed!r:.100}; expected an int.")
     targets = find_targets(model, target_modules, exclude_modules, modules_to_save, trainable_token_indices)
     if not isinstance(strategy, Strategy):
         _freeze_others(budget, targets)

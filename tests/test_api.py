@@ -36,6 +36,7 @@ BAD_CALLS = [
     ({"budget": None, "strategy": "full", "loss_fn": len}, r"loss_fn= are not used by 'full'"),
     ({"budget": 10, "strategy": "full"}, r"budget=10 with a strategy that trains every candidate"),
     ({"schedule": 3}, r"schedule=3; expected a name"),
+    ({"seed": "x"}, r"seed='x'; expected an int"),
     ({"modules_to_save": ["hed"]}, r"modules_to_save: 'hed' matches no module"),
     ({"strategy": "fish"}, r"needs gradients before training; pass calibration="),
     ({"calibration": BATCHES}, r"calibration= and loss_fn= are not used by Strategy\(importance=D3"),

@@ -24,7 +24,7 @@ from transformers import (
 from twins import Twins
 
 from sparsify import D3, BaseMismatchError, Increment, Schedule, SparseDelta, SparsifyError, Strategy, sparsify, summary
-from sparsify.api import get_engine, trained_state
+from sparsify.api import extend, get_engine, trained_state
 from sparsify.delta.algebra import merge_deltas
 from sparsify.errors import DeltaFormatError
 from sparsify.loading import load_model
@@ -198,9 +198,13 @@ def test_a_layers_pattern_chooses_among_lists_and_layers_alone_are_their_linear_
 
 def test_what_is_refused_leaves_the_model_as_it_was(base):
     classifier = BertForSequenceClassification(build("bert")[0].config)
+    tied = base()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
     for model, changes, text in [
         (base(), {"target_modules": ["q_prj"]}, "Near names: .*q_proj"), (base(), {"budget": 10**9}, "expected 1 to"),
         (base(), {"modules_to_save": ["haed"]}, "modules_to_save: 'haed' matches no module"),
+        (tied, {"modules_to_save": ["lm_head"]}, "`lm_head` shares its weight with `model.embed_tokens.weight`"),
+        (tied, {"modules_to_save": ["embed_tokens"]}, "`model.embed_tokens` shares its weight with `lm_head.weight`"),
         (base(), {"strategy": "fish"}, "pass calibration="), (base(), {**BOTH, "budget": 10**9}, "expected 1 to"),
         (base(), {"lora": LoraConfig(target_modules=["nothing"])}, "'nothing'"),
         (classifier, {"budget": None, "target_modules": ["query"], "task_type": "SEQ_CLS"}, "budget=None"),
@@ -354,6 +358,33 @@ def test_training_goes_on_from_a_delta_with_the_entries_in_another_order(changes
     assert torch.allclose(logits(half), logits(again), atol=1e-5)
     with again.disable_adapter():
         assert same(again, base())
+
+
+def test_an_adapter_that_was_extended_goes_on_with_its_new_budget(base, tmp_path):
+    model = adapted(base)
+    extend(model, budget=2 * BUDGET, steps=2 * STEPS)
+    train(model)
+    model.save_pretrained(tmp_path)
+    before = logits(model)
+    model.add_adapter("two", config())
+    for name in ("two", "default"):
+        model.set_adapter(name)
+    for each in (model, PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)):
+        assert [get_engine(each).budget, get_engine(each).unmasked] == [2 * BUDGET, 2 * BUDGET]
+        assert torch.equal(logits(each), before)
+
+
+def test_a_folder_with_a_delta_and_another_in_its_adapter_is_refused(base, tmp_path):
+    model = adapted(base)
+    model.save_pretrained(tmp_path)
+    first = SparseDelta.load(tmp_path)
+    first.save(tmp_path)
+    assert SparseDelta.load(tmp_path) == first
+    extend(model, budget=2 * BUDGET, steps=2 * STEPS)
+    train(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SparsifyError, match=r"has two deltas: that of `sparse_delta.safetensors`, and another in"):
+        SparseDelta.load(tmp_path)
 
 
 def test_what_of_peft_cannot_work_is_refused_by_name(base, tmp_path):
@@ -597,10 +628,29 @@ def test_a_head_is_trained_dense_saved_by_peft_and_disabled_with_the_adapter(tmp
     for each in (model, again):
         with pytest.raises(SparsifyError, match="have modules_to_save or a LoRA, which cannot"):
             each.add_weighted_adapter(["default"], [0.5], "half")
-    for served in (SparseDelta.load(tmp_path / "adapter").apply(base()), load_model(None, tmp_path / "adapter")):
+    taken = SparseDelta.from_model(model)
+    taken.merge(tmp_path / "base", tmp_path / "merged")
+    for served in (
+        *(delta.apply(base()) for delta in (taken, SparseDelta.load(tmp_path / "adapter"))),
+        *(load_model(tmp_path / "base", own) for own in (taken, SparseDelta.from_checkpoint(model.state_dict()))),
+        load_model(None, tmp_path / "adapter"),
+        BertForSequenceClassification.from_pretrained(tmp_path / "merged"),
+    ):
         assert torch.equal(scores(served), scores(plain))
     for each in (model, again):
         assert torch.equal(scores(each.merge_and_unload()), scores(plain))
+
+
+def test_a_head_beside_a_lora_is_in_the_delta_of_the_model_as_in_the_adapter(tmp_path):
+    settings = build("bert")[0].config
+    BertForSequenceClassification(settings).bert.save_pretrained(tmp_path / "base")
+    model, batches = BertForSequenceClassification.from_pretrained(tmp_path / "base"), build("bert")[1]
+    lora = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    own = SparseConfig(budget=BUDGET, strategy="id3", steps=2, target_modules=["value"], lora=lora, task_type="SEQ_CLS")
+    model = get_peft_model(model, own)
+    run_steps(model.train(), batches[:2])
+    loaded = load_model(tmp_path / "base", SparseDelta.from_model(model))
+    torch.testing.assert_close(loaded(**batches[-1]).logits, model.eval()(**batches[-1]).logits)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
+from examples.analysis.trajectory import trajectory
 from sparsify import SparsifyError
-from sparsify.analysis import Source, TensorShare, places, shares, trajectory
+from sparsify.analysis import Source, TensorShare, places, shares
 
 # Okabe and Ito's colour-blind safe palette; the line styles differ in greyscale, too
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -164,7 +164,8 @@ def check_out(out: Path, *inputs: StrPath) -> None:
 
 def _find_file(delta: str) -> Path | None:
     """A delta's own file; ``None`` for what has it inside: a checkpoint in training, or an adapter of PEFT."""
-    return None if is_training_checkpoint(delta) or read_adapter(delta) is not None else find_file(delta)
+    is_inside = is_training_checkpoint(delta) or read_adapter(delta) is not None
+    return None if is_inside and not Path(delta, FILE_NAME).exists() else find_file(delta)
 
 
 def _payload_text(file: Path | None) -> str:

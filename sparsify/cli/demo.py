@@ -211,6 +211,8 @@ def demo(
 
     if strategy == "full":
         raise SparsifyError("the demo ends with a sparse delta, and strategy 'full' has none; try id3, pafi or random.")
+    if not 0 < lr < float("inf") or out.is_file():
+        raise SparsifyError(f"--lr {lr} and --out {out}: expected a finite rate above 0, and a folder to write.")
     path = model or default_model()
     logging.set_verbosity_error()  # transformers' reports and bars would run into our own output
     logging.disable_progress_bar()

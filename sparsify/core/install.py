@@ -79,12 +79,15 @@ def masked_class(module: nn.Module, tensors: dict[str, MaskedTensor]) -> type[nn
     if type(module) is nn.Linear:
         return MaskedLinear
     if type(module) is nn.Embedding and not module.scale_grad_by_freq:
-        # two embeddings may share a table, each with a padding row of its own
-        return MaskedEmbedding if module.padding_idx in (None, tensors["weight"].frozen_row) else None
+        return MaskedEmbedding
     return None
 
 
 def frozen_row(owners: Owners) -> int | None:
-    """Returns the row of a parameter that is no candidate: an embedding's ``padding_idx``."""
-    tables = (each for each, name in owners if name == "weight" and isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    return next((each.padding_idx for each in tables if each.padding_idx is not None), None)
+    """Returns the row of a parameter that is no candidate: ``padding_idx``, where all of its owners are embeddings.
+
+    An output layer that is tied to an embedding trains that row, as one of its outputs.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    rows = {each.padding_idx if name == "weight" and isinstance(each, kinds) else None for each, name in owners}
+    return rows.pop() if len(rows) == 1 else None

@@ -4,7 +4,7 @@
                 grad_x = grad_y W    as in the plain layer
                 grad_W, grad_b       handed to ``collect``: grad_y^T x as its two factors, and the sum of grad_y
     embedding   y = W[ids]
-                grad_W               one row per distinct id, handed to ``collect``; also of the padding row
+                grad_W               one row per distinct id, handed to ``collect``
 
 The weight is never differentiated: the node's other input, the root, is how autograd reaches the flat delta.
 """
@@ -50,16 +50,21 @@ class MaskedLinear(MaskedLinearModule, nn.Linear):
 
 
 class MaskedEmbedding(MaskedModule, nn.Embedding):
-    """An ``nn.Embedding`` whose frozen table is trained at its unmasked entries; ``padding_idx`` is no candidate."""
+    """An ``nn.Embedding`` whose frozen table is trained at its unmasked entries, ``padding_idx`` by no lookup."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows (..., dim) of the table for ids (...)."""
+        masked, padding = self._masked_tensors["weight"], self.padding_idx
         if torch.compiler.is_dynamo_compiling():
-            return self._masked_tensors["weight"].collector.compiled.embedding(self, input)
-        parameters, use = count_use(self)
-        if use is None:
-            return F.embedding(input, parameters["weight"], self.padding_idx)
-        return _Embedding.apply(input, parameters["weight"], use, use.root)
+            rows = masked.collector.compiled.embedding(self, input)
+        else:
+            parameters, use = count_use(self)
+            if use is None:
+                return F.embedding(input, parameters["weight"], padding)
+            rows = _Embedding.apply(input, parameters["weight"], use, use.root)
+        if padding is None or padding == masked.frozen_row:  # which is no candidate
+            return rows
+        return torch.where(input.eq(padding)[..., None], rows.detach(), rows)
 
 
 class LinearCall(NamedTuple):

@@ -206,6 +206,9 @@ class TrainingStep:
 
     # -------------------------------------------------------------------------------- what a larger run replaces
 
+    def before_read(self) -> None:
+        """Called before ``module.weight`` is read, and before a layer is computed."""
+
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""
         counts = count_by_tensor(winners.ids, self.entries.ends)

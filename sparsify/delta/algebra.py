@@ -303,7 +303,7 @@ class DeltaMerge(DeltaSum):
     def _trimmed(self, changes: Tensor, seed: str) -> Tensor:
         """Changes (k,) of which a share is kept and the others are zero."""
         if self.method == "ties":
-            kept = changes.abs().topk(round(self.density * changes.numel())).indices
+            kept = changes.abs().topk(int(self.density * changes.numel())).indices
             return torch.zeros_like(changes).index_copy_(0, kept, changes[kept])
         generator = torch.Generator().manual_seed(int(hashlib.sha256(seed.encode()).hexdigest()[:15], 16))
         drawn = torch.rand(changes.shape, generator=generator, dtype=torch.float32, device="cpu")

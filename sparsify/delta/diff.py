@@ -49,8 +49,11 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
     if not found and not dense:
         raise SparsifyError("the two models do not differ, so there is no delta between them: is one the other's copy?")
     for names in (old.conversion.tied if isinstance(old, Checkpoint) else tied_names(old)).values():
-        if len(tied := [name for name in names if name in found]) > 1 and same_values(*map(old.__getitem__, tied[:2])):
-            one = f"`{tied[0]}` and `{tied[1]}` are one tensor in the base and two in the tuned model"
+        first, *others = [name for name in names if name in old and name in new] or [""]
+        if not {*names} & {*found, *dense} or not all(same_values(old[first], old[name]) for name in others):
+            continue
+        if other := next((name for name in others if not same_values(new[first], new[name])), None):
+            one = f"`{first}` and `{other}` are one tensor in the base and two in the tuned model"
             raise BaseMismatchError(f"{one}: load the base with these weights untied, or tie the tuned model's.")
     tensors = {}
     for name, (indices, _) in found.items():

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import sys
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsify.common.interrupts import uninterrupted
-from sparsify.common.names import check_names
+from sparsify.common.names import check_names, plain_name
 from sparsify.delta import entries
 from sparsify.delta.entries import DTYPES, Config, DeltaParts, NamedTensors, StrPath, TensorDelta, TensorDeltas, check
 from sparsify.errors import DeltaFormatError, SparsifyError, brief
@@ -43,7 +44,9 @@ CONFIG_NAME = "sparse_delta_config.json"
 MAX_HEADER_BYTES = 32 * 2**20  # some 100,000 tensors
 _KINDS_OF_JSON = {CONFIG_NAME: "the description of a delta, for people", "config.json": "the config of a model",
                   "adapter_config.json": "the config of a PEFT adapter"}  # fmt: skip
+_SAVED = re.compile(r"\.modules_to_save\.([^.]+)(?=\.)")
 _RECORD_KEYS = {"shape", "dtype", "count", "base_sha256"}
+_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 _MAX_DIMS, _MAX_NUMEL = 64, 2**63 - 1  # positions are int64 in memory
 
 
@@ -102,6 +105,14 @@ def check_not_extended(config: Config, what: str) -> None:
         maker = "PEFT" if PEFT_KEY in extended else "add_adapters"
         what += f" goes by the base's own tensors, and this delta is of modules that {maker} put into the base"
         raise SparsifyError(f"{what}: take load_model(base, delta), and {plain}.")
+
+
+def stored_name(name: str, config: Config) -> str:
+    """A parameter's name in a delta: of a head that PEFT saves, the plain one, unless LoRA's wrapper is rebuilt."""
+    plain = plain_name(name)
+    inside = _SAVED.search(plain)
+    settings = (config.get(PEFT_KEY) or {}).get(inside[1]) if inside else None
+    return plain if settings and settings.get("modules_to_save", True) else _SAVED.sub("", plain)
 
 
 def check_object(where: str, value: Any, keys: Set[str], optional: Set[str] = frozenset()) -> None:
@@ -226,7 +237,7 @@ def refused(what: str, remedy: str) -> Iterator[None]:
     """Turns errors about a file's contents, whatever their type, into a ``DeltaFormatError``."""
     try:
         yield
-    except (SafetensorError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+    except _ERRORS as error:
         # `from None`: the library's own text may quote the file, terminal escapes and all.
         raise DeltaFormatError(f"{what}: {brief(error, 500)}. Nothing was loaded: {remedy}.") from None
 

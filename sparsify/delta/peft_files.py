@@ -47,11 +47,20 @@ def from_blob(blob: Tensor) -> DeltaParts:
 def read_adapter(path: StrPath) -> DeltaParts | None:
     """The parts of the delta in the folder of an adapter, with the modules that PEFT stores; ``None`` for any other."""
     file = Path(path, WEIGHTS_NAME)
-    if not file.is_file() or (file.parent / delta_format.FILE_NAME).exists() or KEY not in read_header(file):
+    if not file.is_file():
+        _check_not_pickled(file.parent)
+        return None
+    if KEY not in read_header(file):
         return None
     stored = safetensors.torch.load_file(file)
     tensors, whole, config = from_blob(stored.pop(KEY))
     return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
+
+
+def _check_not_pickled(folder: Path) -> None:
+    if (folder / "adapter_model.bin").is_file() and not (folder / WEIGHTS_NAME).is_file():
+        problem = f"`{folder}` has an adapter in `adapter_model.bin`, a pickle, which can run code"
+        raise DeltaFormatError(f"{problem}: load it with PEFT if you trust it, and save it again as safetensors.")
 
 
 def settings_of(config: Config, base: str | None = None) -> dict[str, Any]:
@@ -79,9 +88,9 @@ def convert_adapter(folder: StrPath, base: nn.Module) -> DeltaParts:
 
     check_plain(base)
     settings = read_json(Path(folder, CONFIG_NAME))
+    _check_not_pickled(Path(folder))
     if not Path(folder, WEIGHTS_NAME).is_file():
-        pickle = "an `adapter_model.bin` can run code: load it with PEFT if you trust it, and save it again"
-        raise DeltaFormatError(f"`{folder}` has no `{WEIGHTS_NAME}`, which PEFT's `save_pretrained` writes; {pickle}.")
+        raise DeltaFormatError(f"`{folder}` has no `{WEIGHTS_NAME}`, which PEFT's `save_pretrained` writes.")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")

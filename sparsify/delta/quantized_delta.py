@@ -95,10 +95,10 @@ def refuse_to_lose(*_: Any, **__: Any) -> None:
     )
 
 
-def _add_delta(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+def _add_delta(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     indices, base, values = (getattr(module, name) for name in BUFFERS)
-    shape = quantized_weight(module).shape
+    shape = module.out_features, module.in_features  # of a weight that was pickled bitsandbytes does not know its own
     places = torch.stack([indices.div(shape[1], rounding_mode="floor"), indices % shape[1]])
     difference = values.float() - base.float()
     change = torch.sparse_coo_tensor(places, difference, shape, is_coalesced=True, check_invariants=False)

@@ -24,6 +24,7 @@ from sparsify.delta.diff import diff
 from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas
 from sparsify.delta.merge import CheckReport, WeightPatch, check_base, make_patches, merge
 from sparsify.delta.patch_plan import PatchPlan, plan_delta
+from sparsify.errors import SparsifyError
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -91,15 +92,20 @@ class SparseDelta(Summable):
             local_files_only: make no network request.
 
         Raises:
-            SparsifyError: when there is nothing at the path, or the hub does not hand it out.
+            SparsifyError: when there is nothing at the path, or two different ones, or the hub does not hand it out.
             DeltaFormatError: when the file is broken, even by one changed bit, or is no delta.
         """
-        if revision is None and is_training_checkpoint(path):
-            return cls.from_checkpoint(path)
-        if revision is None and (adapter := peft_files.read_adapter(path)) is not None:
-            return cls(*adapter)
+        inside = read_training_checkpoint(path) if revision is None and is_training_checkpoint(path) else None
+        if revision is None and inside is None:
+            inside = peft_files.read_adapter(path)
+        if inside is not None and not Path(path, delta_format.FILE_NAME).exists():
+            return cls(*inside)
         options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
+        delta = cls(*delta_format.read(hub.find_file(path, revision=revision, **options)))
+        if inside is not None and delta != cls(*inside):
+            problem = f"`{path}` has two deltas: that of `{delta_format.FILE_NAME}`, and another in its checkpoint, or"
+            raise SparsifyError(f"{problem} adapter, as where a later run wrote into the folder: delete the older one.")
+        return delta
 
     @classmethod
     def from_checkpoint(cls, checkpoint: StrPath | Mapping[str, Any]) -> SparseDelta:

@@ -95,10 +95,7 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             place = re.compile(rf"(?<=\.)(lora_\w+)\.{re.escape(old)}(?=\.|$)")
             whole = {place.sub(rf"\1.{name}", key): tensor for key, tensor in delta.whole.items()}
             delta = SparseDelta(delta.tensors, whole, {**delta.config, PEFT_KEY: {name: settings}})
-        if isinstance(delta, SparseDelta):  # without the heads that PEFT loads itself
-            saved = {base_name(key) for key, _ in self.root.named_parameters() if PEFT_SAVED in key.split(".")}
-            whole = {key: tensor for key, tensor in delta.whole.items() if key not in saved}
-            delta = SparseDelta(delta.tensors, whole, delta.config)
+        delta = self._without_heads(delta) if isinstance(delta, SparseDelta) else delta
         if name == self.live:
             self._go_on_from(delta)
         elif adapter.trains:
@@ -118,8 +115,14 @@ class SparseAdapters(nn.Identity, BaseTunerLayer):  # so that it may be in an nn
             return delta
         with self._showing(name):
             delta = SparseDelta.from_model(self.root)
-        delta.whole = {key: tensor for key, tensor in delta.whole.items() if PEFT_SAVED not in key.split(".")}
-        return delta
+        if self._engine.extended_at:
+            config = self.sparse_values[name].config
+            config.budget, config.steps = self._engine.budget - self._engine.policy.kept, self._engine.steps
+        return self._without_heads(delta)
+
+    def _without_heads(self, delta: SparseDelta) -> SparseDelta:
+        saved = {base_name(key) for key, _ in self.root.named_parameters() if PEFT_SAVED in key.split(".")}
+        return SparseDelta(delta.tensors, {k: t for k, t in delta.whole.items() if k not in saved}, delta.config)
 
     def delete_adapter(self, adapter_name: str) -> None:
         if adapter_name in (self.shown, self.live):  # else what is merged stays merged

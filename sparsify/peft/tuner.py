@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import set_additional_trainable_modules
 from torch import Tensor, nn
 
+from sparsify.common.names import plain_name, tied_names
 from sparsify.common.quantized import is_quantized
 from sparsify.delta.algebra import METHODS, DeltaSum, merge_deltas
 from sparsify.delta.peft_files import DELTAS, LAYER, to_blob
@@ -34,10 +35,11 @@ class SparseModel(BaseTuner):
         """Adds an adapter; a new tuner's first one is active. If that fails, the model is what it was."""
         config: Any = self.peft_config[adapter_name]
         names = [name for name in config.modules_to_save or () if name not in _PEFTS_HEADS]
-        match_modules(model, names or None, "modules_to_save")
+        saved = match_modules(model, names or None, "modules_to_save")
         if not config.inference_mode:  # an inactive adapter begins later, and PEFT does not expect it to fail then
             for argument in ("target_modules", "exclude_modules"):
                 match_modules(model, config.arguments(model)[argument], argument)
+            _check_not_tied(model, saved)
         others = [name for name in self.peft_config if name != adapter_name]
         others += [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
         others += [name for name, parameter in model.named_parameters() if is_quantized(parameter)]
@@ -130,3 +132,14 @@ class SparseModel(BaseTuner):
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         getattr(self.model, LAYER).keep_merged()
         super().merge_adapter(*args, **kwargs)
+
+
+def _check_not_tied(model: nn.Module, saved: set[str]) -> None:
+    """Raises where PEFT would train a copy of a weight that others of the base share, which no base can hold."""
+    for name, names in tied_names(model).items():
+        inside = next((module for module in saved if name.startswith(f"{plain_name(module)}.")), None)
+        other = next((own for own in names if not own.startswith(f"{inside}.")), None)
+        if inside is not None and other is not None:
+            problem = f"modules_to_save: `{inside}` shares its weight with `{other}`, and PEFT would train a copy of it"
+            remedy = "train tokens by trainable_token_indices, or untie the base before (tie_word_embeddings=False)"
+            raise SparsifyError(f"{problem}, which does not go onto the base: {remedy}.")

@@ -1,6 +1,6 @@
 """The streaming selector of several ranks, all of which select the same: the best entries of the mean gradient."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from sparsify.core.topk import TopK, Winners
 from sparsify.masked.tensor import BlockGradient, matrix_shape
 from sparsify.selection.device_topk import DeviceTopK, keep_best
 from sparsify.selection.joined import Joined, is_small
-from sparsify.selection.screening import RowBlocks, StreamingSelector, Work, some_rows
+from sparsify.selection.screening import RowBlocks, StreamingSelector, some_rows
 
 MOST_AT_ONCE = 1 << 26  # entries of a gradient that are averaged at once, at 4 bytes each
 BLOCK_AT_ONCE = 1 << 23  # entries of a tensor-parallel weight's gradient, at 12 bytes each
@@ -35,7 +35,7 @@ class RanksSelector(StreamingSelector):
     """
 
     def __init__(
-        self, topk: TopK | DeviceTopK, importance: Importance, work: Work, masked_only: bool, ranks: Ranks,
+        self, topk: TopK | DeviceTopK, importance: Importance, work: Counter[str], masked_only: bool, ranks: Ranks,
         tensors: Sequence[Any],
     ) -> None:  # fmt: skip
         super().__init__(topk, importance, work, masked_only)
@@ -56,7 +56,7 @@ class RanksSelector(StreamingSelector):
         if is_large:
             self._offer_waiting()
         if is_large and isinstance(gradient, Product):
-            self._work.dense += gradient.numel
+            self._work["dense"] += gradient.numel
             blocks = RowBlocks(gradient, wanted, excluded)
             self._ranks.headers([tensor.number], (), self._names)
             self._offer_mean(tensor, blocks.rows)
@@ -116,7 +116,7 @@ class RanksSelector(StreamingSelector):
             by_device[device].add([tensor], own)
         for small in by_device.values():
             weight, grad, offset, ids = small.entries(self._excluded_places(small))
-            self._work.dense += grad.numel()
+            self._work["dense"] += grad.numel()
             self._offer_share(weight, grad.to(self._dtype), offset, ids)
 
     def _offer_share(

@@ -1,6 +1,7 @@
 """Makes each step's selector, by importance, device and ranks, and repeat-S; other policies are in the core."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from sparsify.errors import SparsifyError
 from sparsify.selection.device_topk import DeviceTopK
 from sparsify.selection.distributed import RanksSelector
 from sparsify.selection.joined import Joined
-from sparsify.selection.screening import StreamingSelector, Work
+from sparsify.selection.screening import StreamingSelector
 from sparsify.selection.static import rank_by_scores
 from sparsify.strategies.importance import Fisher, Random
 from sparsify.strategies.strategy import Increment, Repeat, Strategy, divide
@@ -79,10 +80,10 @@ class AllocatedSelector(Selector):
 
 
 class SelectorFactory:
-    """Makes the selector of a policy's step; ``work`` has the entries that the last one looked at."""
+    """Makes the selector of a policy's step; ``work`` has the numbers of entries of the last one: a summary's."""
 
     def __init__(self, ranks: Ranks, seed: int) -> None:
-        self.work = Work()
+        self.work: Counter[str] = Counter()
         self._ranks, self._seed, self._warned = ranks, seed, False  # the seed is of a random importance
         # for an importance of the weights: the masked entries in order, and how many there were before the first
         self._ranking: tuple[int, Tensor] | None = None
@@ -90,7 +91,7 @@ class SelectorFactory:
     def __call__(self, policy: Policy, number: int) -> Selector:
         if not policy.importance.uses_gradient:
             return RankedSelector(self._rank(policy, number), policy.tensors, policy.entries.values.detach())
-        self.work = Work()
+        self.work = Counter()
         if isinstance(policy, AllocatedPolicy):
             if num_ranks() > 1:
                 raise SparsifyError("budgets of modules of their own work on one rank: leave them out.")

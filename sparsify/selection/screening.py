@@ -14,8 +14,8 @@ On a GPU a large product is multiplied out in blocks of rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -44,31 +44,6 @@ SMALLEST_THRESHOLD = 1e-20  # bounds underflow near a lower one
 SMALLEST_SCREENED = 1 << 16  # entries; below, the full product is as fast
 
 
-@dataclass
-class Work:
-    """Entries that a selection looked at, by the way it took, known from shapes; each rank counts its own.
-
-    Attributes:
-        screened: not ruled out by the norms of a product's factors, so computed and compared.
-        dense: taken from a whole gradient, entries that are no candidates included.
-        skipped: ruled out by the norms, so not computed.
-    """
-
-    screened: int = 0
-    dense: int = 0
-    skipped: int = 0
-
-    def __str__(self) -> str:
-        """Describes the work.
-
-        Example:
-            >>> print(Work(screened=84_312, dense=600_123, skipped=84_934_656))
-            84,312 entries screened, 0.6 M entries dense, 84.9 M entries skipped
-        """
-        short = {way: f"{n:,}" if n < 100_000 else f"{n / 1e6:,.1f} M" for way, n in asdict(self).items() if n}
-        return ", ".join(f"{number} entries {way}" for way, number in short.items()) or "no entry was looked at"
-
-
 def sampled(product: Product, indices: Tensor) -> Tensor | None:
     """Entries (k,) of a product, each as a dot product over the tokens; ``None`` where the whole product is faster."""
     left, right = product.left, product.right
@@ -84,7 +59,7 @@ class StreamingSelector(Selector):
     joins = True
     _topk: Any
 
-    def __init__(self, topk: Any, importance: Importance, work: Work, masked_only: bool) -> None:
+    def __init__(self, topk: Any, importance: Importance, work: Counter[str], masked_only: bool) -> None:
         super().__init__(topk, importance)
         self._work, self._masked_only = work, masked_only
         self.known: dict[MaskedTensor, Tensor] = {}  # flat indices (k,) whose gradients are returned, and not offered
@@ -105,7 +80,7 @@ class StreamingSelector(Selector):
         """Takes the whole gradients of joined tensors."""
         for own in batches:
             weight, grad, offset, ids = own.entries(self._excluded_places(own))
-            self._work.dense += grad.numel()
+            self._work["dense"] += grad.numel()
             self._topk.offer(self._importance, weight[None], grad[None], None, offset, ids)
 
     def _wanted_and_excluded(self, tensor: MaskedTensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +103,7 @@ class StreamingSelector(Selector):
 
     def _compute(self, gradient: Gradient, wanted: Tensor, excluded: Tensor) -> tuple[Tensor, DenseGradient]:
         """Returns the gradient of the wanted entries (k,), and the whole one, zero at the excluded entries (e,)."""
-        self._work.dense += gradient.numel
+        self._work["dense"] += gradient.numel
         dense = gradient.dense()
         taken = dense.take(wanted)
         if excluded.numel():
@@ -137,7 +112,7 @@ class StreamingSelector(Selector):
 
     def _offer_blocks(self, tensor: MaskedTensor, blocks: RowBlocks) -> Tensor:
         """Offers a large product in blocks of rows; returns the gradient of the wanted entries (k,)."""
-        self._work.dense += tensor.numel
+        self._work["dense"] += tensor.numel
         (height, cols), weight = matrix_shape(tensor), tensor.matrix
         at_once = max(1, MOST_MULTIPLIED // cols)
         for start in range(0, height, at_once):
@@ -156,8 +131,8 @@ class StreamingSelector(Selector):
         least = self._importance.least_gradient(self._topk.threshold.float(), tensor.matrix)  # (rows,)
         if (steps := staircase(left, right, least, most)) is None:
             return None
-        self._work.screened += size_of(steps)
-        self._work.skipped += size - size_of(steps)
+        self._work["screened"] += size_of(steps)
+        self._work["skipped"] += size - size_of(steps)
         multiplied = right.index_select(1, steps[0][1]).float() if steps else right
         for rows, columns in steps:  # the columns are a beginning of the first step's
             grads = left.index_select(1, rows).float().t() @ multiplied[:, : columns.numel()]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from sparsify.common.names import plain_model
 from sparsify.common.quantized import is_quantized
@@ -23,13 +24,14 @@ def recommend(
     """Returns strategy, schedule and target modules for a model; the last two are those that are given, if they are.
 
     Random entries are for a causal language model that is trained itself, and for a large budget in any other one; ID3
-    is for the rest and for new adapters. The candidates are in the linear layers, but for a model that has more to
-    train elsewhere, as a convolutional one.
+    is for the rest and for new adapters. The candidates are in the linear layers, and in modules that hold several
+    matrices in one parameter, as experts, but for a model that has more to train elsewhere, as a convolutional one.
     """
     modules = dict(model.named_modules())
     saved = with_children(match_modules(model, modules_to_save or None, "modules_to_save"), modules)
     saved |= {name for name in modules if PEFT_SAVED in name.split(".")}
-    linear = match_modules(model, ALL_LINEAR, "target_modules") - saved
+    linear = match_modules(model, ALL_LINEAR, "target_modules") | {n for n, m in modules.items() if _stacks(n, m)}
+    linear -= saved
     head = getattr(model, "get_output_embeddings", lambda: None)()
     others = [modules[name] for name in modules.keys() - saved - linear]
     other, _ = _count(each for each in others if not isinstance(each, nn.Embedding) and each is not head)
@@ -50,6 +52,13 @@ def _count(modules: Iterable[nn.Module]) -> tuple[int, int]:
     parameters = [own for module in modules for own in module.parameters(recurse=False)]
     trainable = sum(own.numel() for own in parameters if own.requires_grad)
     return trainable, sum(own.numel() for own in parameters) - trainable
+
+
+def _stacks(name: str, module: nn.Module) -> bool:
+    """Whether a module has a parameter of several matrices; kernels of convolutions, also parametrized, are none."""
+    is_kernel = isinstance(module, _ConvNd) or "parametrizations" in name.split(".")
+    shapes = [own.shape for own in module.parameters(recurse=False)]
+    return not is_kernel and any(len(shape) == 3 and shape[0] > 1 for shape in shapes)
 
 
 def _is_language_model(model: Any) -> bool:

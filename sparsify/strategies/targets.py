@@ -13,6 +13,7 @@ from torch import nn
 
 from sparsify.common.names import input_table, listed
 from sparsify.common.quantized import is_quantized
+from sparsify.core.install import frozen_row
 from sparsify.errors import SparsifyError
 
 ALL_LINEAR = "all-linear"
@@ -109,12 +110,14 @@ def _find_rows(
         tokens = {next(named, "embed_tokens"): tokens}
     for suffix, chosen in (tokens or {}).items():
         for name in sorted(match_modules(model, [suffix], _TOKENS)):
-            module, padding = modules[name], getattr(modules[name], "padding_idx", None)
+            module = modules[name]
             weight: Any = module._parameters.get("weight")
             is_table = isinstance(module, (nn.Embedding, nn.Linear)) and weight is not None and not is_quantized(weight)
             if not is_table or name in dense:
                 problem = "trained whole by modules_to_save" if is_table else "no plain embedding or output layer"
                 raise SparsifyError(f"{_TOKENS}: `{name}` ({type(module).__name__}) is {problem}; leave it out.")
+            owners = [(own, key) for own in modules.values() for key, p in own._parameters.items() if p is weight]
+            padding = frozen_row(owners)
             given, size = chosen if isinstance(chosen, (list, tuple)) else [], len(weight)
             own = tuple(sorted({t for t in given if type(t) is int and 0 <= t < size and t != padding}))
             if not own or len(own) < len(given) or rows.setdefault(weight, own) != own:

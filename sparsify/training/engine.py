@@ -177,7 +177,15 @@ class Engine(TrainingStep):
         if self._forwards.running and self.current_root is not None:  # the root's forward has checked it
             return self.current_root.output
         check_not_exported()
+        self.before_read()
         return super().root_anchor()
+
+    def before_read(self) -> None:
+        """Refreshes the weights where the flat delta has moved, and parts of the root run forward without it."""
+        in_forward = self._forwards.running or torch._C._current_graph_task_id() != -1
+        if not (in_forward or self.paused or self.weights.loaded) and self.weights.are_behind:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.refresh()
 
     def start_pass(self, graph: int, around: int) -> Pass:
         if vars(self.root).get(ENGINE) is not self:

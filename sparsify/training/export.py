@@ -22,7 +22,7 @@ from sparsify.core.devices import put
 from sparsify.core.entries import VALUES
 from sparsify.core.tensor import MaskedTensor
 from sparsify.delta.entries import DTYPES, DeltaParts, TensorDelta
-from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
+from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, stored_name
 from sparsify.delta.patch_plan import own_copy
 from sparsify.errors import SparsifyError
 from sparsify.masked.quantized import QuantizedTensor
@@ -95,7 +95,7 @@ class Exporter:
         self._find_entries([tensor for tensor in masked if tensor.name not in names], as_whole, budget)
         whole = {n: full_values(parameters[n]) for n in (*engine.dense_names, *engine.new_names) if n in parameters}
         whole |= changed_buffers(engine) | {tensor.name: _as_of(tensor, budget) for tensor in as_whole}
-        whole = {plain_name(name): own_copy(tensor) for name, tensor in whole.items()}
+        whole = {stored_name(name, self._config): own_copy(tensor) for name, tensor in whole.items()}
         return Version(dict(sorted(self._export(budget).items())), whole, {**self._config, "steps_done": engine.step})
 
     def _find_entries(self, masked: Sequence[ModelTensor], as_whole: Iterable[ModelTensor], budget: int) -> None:

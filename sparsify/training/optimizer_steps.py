@@ -34,10 +34,11 @@ _Gradients = weakref.WeakKeyDictionary[TrainingStep, tuple[weakref.ref[Tensor], 
 
 
 class _Step:
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: _Gradients, *, has_closure: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self.optimizer, self.has_closure = weakref.ref(optimizer), has_closure
         self.counted: weakref.WeakSet[TrainingStep] = weakref.WeakSet()  # those that have counted it, or one within it
-        self.gradients = gradients  # that were noted before it
+        self.gradients: _Gradients = weakref.WeakKeyDictionary()  # that were noted before it
+        self.others: list[TrainingStep] = []  # it trains other parameters of their models, as those of another adapter
 
 
 _HOOKS: list[Any] = []
@@ -181,7 +182,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not steps or torch.compiler.is_dynamo_compiling():
         return
     held, trains = set(map(id, parameters := parameters_of(optimizer))), False
-    gradients: _Gradients = weakref.WeakKeyDictionary()
+    has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+    begun = _Step(optimizer, has_closure=has_closure)
     for step in steps:
         values = step.entries.values
         if id(values) in held:
@@ -195,9 +197,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if values.grad is not None:
                 check_trained(step, "optimizer.step()")
             elif any(each.grad is not None for each in parameters):
-                warn_of_late(step, optimizer)  # only other parameters train, as those of another adapter of PEFT
+                begun.others.append(step)
             if (noted := _GRADIENTS.pop(step, None)) is not None:
-                gradients[step] = noted
+                begun.gradients[step] = noted
         elif step.passes:
             replaced = (known() for known in _KNOWN.get(step, [])[:-1])
             live = {id(own.entries.values) for own in steps}
@@ -207,8 +209,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 raise SparsifyError(UNHELD.format(optimizer=type(optimizer).__name__, when=STEPPED))
     if trains:
         _OPTIMIZERS.add(optimizer)
-        has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
-        _STEPS.running.append(_Step(optimizer, gradients, has_closure=has_closure))
+        _STEPS.running.append(begun)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -218,6 +219,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             if step not in ended.counted:  # GradScaler had a fused optimizer leave the parameters alone
                 _GRADIENTS.setdefault(step, noted)
         if ended.optimizer() is optimizer:
+            for step in ended.others:  # now that what it trains has moved
+                warn_of_late(step, optimizer)
             return
 
 

@@ -4,6 +4,7 @@ The proof: the tensors, with their pretrained values back at the unmasked entrie
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,6 @@ from sparsify.common.raw_bits import fingerprint
 from sparsify.common.shards import full_values
 from sparsify.core.entries import VALUES
 from sparsify.selection.policies import target_of
-from sparsify.selection.screening import Work
 from sparsify.strategies.strategy import PRESETS, Given, Repeat, Strategy
 from sparsify.training.engine import Engine
 from sparsify.training.entries import BUFFERS
@@ -81,7 +81,9 @@ class Summary:
     ranks: int = 1  # processes that train together
     sent_bytes: int = 0  # by this rank, to select the same entries as the others; gradients come on top
     num_new: int = 0  # of the candidates, those that the base does not have: an adapter's
-    last_work: Work = field(default_factory=Work)  # entries that the last selection looked at, on this rank
+    # entries of the last selection, on this rank: computed after a factors' norms left them ("screened"), taken from
+    # whole gradients ("dense"), and ruled out by the norms ("skipped")
+    last_work: Counter[str] = field(default_factory=Counter)
 
     @property
     def static_updates(self) -> int:
@@ -123,8 +125,10 @@ class Summary:
             ("entry updates", f"{self.updates:,} (a static mask's: {self.static_updates:,})"),
             ("state", f"{self.state_bytes:,} bytes"),
         ]
-        if self.last_work != Work():
-            rows.append(("last selection", str(self.last_work)))
+        ways = [(way, number) for way in ("screened", "dense", "skipped") if (number := self.last_work[way])]
+        if ways:
+            short = [f"{n:,} entries {way}" if n < 100_000 else f"{n / 1e6:,.1f} M entries {way}" for way, n in ways]
+            rows.append(("last selection", ", ".join(short)))
         if self.ranks > 1:
             rows.append(("sent to choose", f"{self.sent_bytes:,} bytes by this one of {self.ranks} ranks"))
         if self.verification is not None:

@@ -184,13 +184,22 @@ class EffectiveWeights:
         """Whether nothing shows, without a wait for a GPU, that they or the flat delta were changed since the write."""
         return bool(self._marks) and self._marks == self._marks_now()
 
+    @property
+    def are_behind(self) -> bool:
+        """Whether the flat delta shows a write in place since they were written from it."""
+        values: Any = self._entries.values
+        if self._written is None or not self._marks or self._marks[0][0] != id(values):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # which would take longer
+            return bool(self._marks[0][1] != values._version)
+
     def _marks_now(self) -> list[tuple[Any, ...]]:
         """Of the flat delta and of each weight: what every change to them changes, but for writes by ``.data``."""
         if is_fully_sharded(self._entries.root) or torch.compiler.is_dynamo_compiling():
             return []
         values: Any = self._entries.values
         with torch._C.DisableTorchFunctionSubclass():  # which would take longer
-            marks: list[tuple[Any, ...]] = [(id(values), values.requires_grad, values._version, values.data_ptr())]
+            marks: list[tuple[Any, ...]] = [(id(values), values._version, values.requires_grad, values.data_ptr())]
             for tensor in self._tensors:
                 own, is_other = tensor.parameter, tensor.is_quantized or tensor.is_parallel
                 place = own.device if is_other else (own._version, own.data_ptr())

@@ -1,6 +1,7 @@
 """Added tokens: a resized vocabulary goes into a delta by itself, and the rows of chosen tokens can be trained."""
 
 import copy
+from contextlib import nullcontext
 
 import models
 import pytest
@@ -131,6 +132,13 @@ def test_rows_of_chosen_tokens_are_trained_whole_in_addition_to_the_budget(name,
         assert get_engine(model).unmasked == 50 + entries
         extend(model, budget=80, steps=2 * STEPS)
         assert get_engine(train(model)).unmasked == 80 + entries
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_row_of_padding_is_a_token_like_others_where_the_output_layer_trains_it(is_tied):
+    model = _build("LlamaForCausalLM", **{**LLAMA, "pad_token_id": 3, "tie_word_embeddings": is_tied})
+    with nullcontext() if is_tied else pytest.raises(SparsifyError, match=r"without its padding_idx \(3\)"):
+        sparsify(model, 50, "id3", steps=STEPS, trainable_token_indices=[3])
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,13 @@ def test_the_budget_is_a_number_that_the_strategy_may_know_or_a_share(demo, opti
     assert f"{unmasked} of 22,56" in text
 
 
+@pytest.mark.parametrize("options", [("--lr", "nan"), ("--lr", "-1"), ("--out", __file__)], ids=str)
+def test_a_rate_and_a_path_that_cannot_be_are_refused_before_anything_runs(options, demo, monkeypatch):
+    monkeypatch.setattr(module, "load_examples", None)
+    with pytest.raises(SparsifyError, match=r"--lr .* --out .*: expected a finite rate above 0, and a folder to write"):
+        demo(*options)
+
+
 def test_the_schedule_says_when_the_budget_is_unmasked(demo):
     text, _ = demo("--steps", "3", "--budget", "90", "--schedule", "early")
     assert unmasked_by_step(text) == ["90", "90", "90"]

@@ -106,6 +106,11 @@ def test_a_tied_tensor_is_stored_once_and_one_that_is_tied_in_one_of_the_models_
     assert set(diff(base, fine_tuned(base, 1)).tensors) == {"embed.weight"}
     with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the base and two"):
         diff(base, fine_tuned(untied(base), 1))
+    for part in ("embed", "head"):  # one of the two alone has changed
+        loose = untied(base)
+        loose[part].weight.data += 1
+        with pytest.raises(BaseMismatchError, match=r"are one tensor in the base and two in the tuned model"):
+            diff(base, loose)
     other = untied(base)
     other["head"].weight.data += 1
     with pytest.raises(BaseMismatchError, match=r"`embed.weight` and `head.weight` are one tensor in the tuned model"):

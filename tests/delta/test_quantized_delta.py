@@ -1,6 +1,7 @@
 """Deltas of a quantized base: on that base, on it dequantized, and on the weights that it was made from."""
 
 import copy
+import pickle
 import warnings
 from functools import cache
 
@@ -134,6 +135,12 @@ def test_a_quantized_delta_is_copied_with_the_model_and_lets_gradients_through()
         one(inputs_embeds=embeddings, labels=batch["labels"]).loss.backward()
         losses.append(embeddings.grad)
     torch.testing.assert_close(*losses, **ROUNDING)
+
+
+def test_a_quantized_base_with_a_delta_on_it_is_pickled_with_the_delta():
+    base, _, delta, batch = trained("nf4")
+    delta.apply(base)
+    assert torch.equal(logits(pickle.loads(pickle.dumps(base)), batch), logits(base, batch))
 
 
 def test_a_base_with_a_delta_on_it_is_not_sparsified_and_it_comes_off_after_bitsandbytes_has_repacked_the_base():

@@ -13,10 +13,10 @@ from scipy.stats import spearmanr
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from examples.analysis import change_correlation, plot_shares, plot_trajectory
+from examples.analysis import change_correlation, plot_shares, plot_trajectory, trajectory
 from examples.analysis.plots import NONE_COLOR, tables
 from sparsify import BaseMismatchError, SparseDelta, SparsifyError, desparsify, sparsify
-from sparsify.analysis import shares, trajectory
+from sparsify.analysis import shares
 from sparsify.delta.entries import TensorDelta
 
 STEPS, BUDGET = 12, 60

@@ -1,6 +1,7 @@
 """The dense oracle: the paper's Algorithm 1 as it stands in the paper, with every gradient of a plain model kept."""
 
 import math
+from collections import defaultdict
 
 import torch
 
@@ -91,10 +92,14 @@ class DenseOracle:
 
 
 def padding_rows(model):
-    """The row of each embedding's table that stands for padding and is no candidate, by the table's first name."""
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    rows = {module.weight: module.padding_idx for module in embeddings if module.padding_idx is not None}
-    return {name: rows[parameter] for name, parameter in model.named_parameters() if parameter in rows}
+    """The row of each embedding's table that stands for padding in all that hold it, by the table's first name."""
+    rows = defaultdict(set)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            rows[parameter].add(getattr(module, "padding_idx", None))
+    paddings = {parameter: own.pop() for parameter, own in rows.items() if len(own) == 1}
+    named = ((name, paddings.get(parameter)) for name, parameter in model.named_parameters())
+    return {name: row for name, row in named if row is not None}
 
 
 def unmasked_sets(model):

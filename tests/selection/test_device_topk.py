@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ from sparsify.core.gradients import Product
 from sparsify.core.topk import TopK
 from sparsify.selection import device_topk, screening
 from sparsify.selection.device_topk import DeviceTopK
-from sparsify.selection.screening import RowBlocks, StreamingSelector, Work
+from sparsify.selection.screening import RowBlocks, StreamingSelector
 
 STEPS, BUDGET = 6, 61
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -4.0, 1e-3, 1e-40, 1e30, -1e38]  # few, so that there are ties
@@ -129,7 +130,7 @@ def test_no_more_of_a_large_product_is_multiplied_out_at_once_than_the_limit(dev
     left, right, ids = torch.randn(5, 30), torch.randn(5, 7), []
     for limit in (210, 60):  # entries: all of them, and 8 rows
         monkeypatch.setattr(screening, "MOST_MULTIPLIED", limit)
-        selector = StreamingSelector(DeviceTopK(9, 210, torch.float32, device), D3(), Work(), True)
+        selector = StreamingSelector(DeviceTopK(9, 210, torch.float32, device), D3(), Counter(), True)
         with patch.object(RowBlocks, "rows", autospec=True, side_effect=RowBlocks.rows) as rows:
             selector.offer(tensor, Product(left, right))
         ids.append(selector.winners().ids.tolist())

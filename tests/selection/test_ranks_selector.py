@@ -1,5 +1,7 @@
 """Several ranks average a part of a gradient while they offer the one before; test_distributed.py runs such ranks."""
 
+from collections import Counter
+
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -9,7 +11,6 @@ from sparsify.core.gradients import DenseGradient, Product
 from sparsify.core.topk import TopK
 from sparsify.selection import distributed
 from sparsify.selection.distributed import RanksSelector
-from sparsify.selection.screening import Work
 
 
 class Recorded(TopK):
@@ -43,7 +44,7 @@ def test_a_bounded_part_of_a_gradient_is_averaged_while_the_one_before_is_offere
     model = sparsify(nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 4, bias=False)), 6, "id3", steps=1)
     first, second = get_engine(model).tensors
     ranks = Recorded(6)
-    selector = RanksSelector(ranks, D3(), Work(), True, ranks, [first, second])
+    selector = RanksSelector(ranks, D3(), Counter(), True, ranks, [first, second])
     selector.offer(second, DenseGradient(torch.randn(4, 5)))
     selector.offer(first, Product(torch.randn(3, 5), torch.randn(3, 4)))
     selector.winners()

@@ -222,14 +222,14 @@ def test_a_delta_of_a_pruned_model_brings_the_zeros_to_a_base_that_was_not_prune
         assert torch.equal(loss_of(base, batches[0]), loss_of(model, batches[0]))
 
 
-def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_tied_matrix_is_pruned_once():
+def test_a_padding_row_is_neither_selected_nor_zeroed_and_a_shared_matrix_is_pruned_once():
     model = nn.Embedding(5, 4, padding_idx=2)
     model.weight.data[2] = 7.0
-    tied = nn.ModuleDict({"a": model, "b": nn.Linear(4, 5, bias=False)})
-    tied["b"].weight = model.weight
-    sparsify(tied, 3, Strategy(Magnitude(largest=True), PRUNE))
+    shared = nn.ModuleDict({"a": model, "b": nn.Embedding(5, 4, padding_idx=2)})
+    shared["b"].weight = model.weight
+    sparsify(shared, 3, Strategy(Magnitude(largest=True), PRUNE))
     assert (model.weight[2] == 7).all()
-    assert int((tied["b"].weight != 0).sum()) == 3 + 4
+    assert int((shared["b"].weight != 0).sum()) == 3 + 4
 
 
 @pytest.mark.parametrize("strategy", ["sparseadapter", Strategy(Magnitude(largest=True), Prune("uniform"))])

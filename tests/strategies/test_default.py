@@ -12,6 +12,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -93,6 +95,18 @@ def test_a_model_that_is_not_made_of_linear_layers_has_all_its_parameters_as_can
     model = nn.Sequential(nn.Conv1d(2, 9, 9), nn.BatchNorm1d(9), nn.Linear(2, 2))
     engine = get_engine(sparsify(model, budget=4, steps=4, modules_to_save=saved))
     assert len(engine.tensors) == (4 if saved else 6)
+
+
+def test_experts_are_candidates_as_linear_layers_are_and_routers_and_kernels_are_not():
+    sizes = {**SIZES, "head_dim": 8, "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_size": 16}
+    names = [t.name for t in get_engine(sparsify(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)), 8)).tensors]
+    assert {name.removeprefix("model.layers.0.").split(".")[0] for name in names} == {"self_attn", "mlp"}
+    assert [name for name in names if ".mlp." in name] == [
+        "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj",
+    ]  # fmt: skip
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 9, 3))
+    model = nn.Sequential(convolution, nn.Conv1d(9, 9, 3), nn.Linear(9, 90))
+    assert [tensor.name for tensor in get_engine(sparsify(model, 8, steps=2)).tensors] == ["2.weight", "2.bias"]
 
 
 def test_a_prompt_beside_a_head_is_a_candidate():

@@ -10,7 +10,7 @@ from models import MLP, build, loss_of, run_steps
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from sparsify import SparseDelta, SparsifyError, base_weights, get_engine, sparsify, summary, trained_state
+from sparsify import SparseDelta, SparsifyError, base_weights, desparsify, get_engine, sparsify, summary, trained_state
 
 BUDGET, STEPS = 40, 8
 
@@ -145,6 +145,29 @@ def test_writes_through_data_are_seen(mlp, write, read):
     READS[read](model, batches[0])
     assert_weights_follow_the_delta(model)
     assert any(not torch.equal(value, before[name]) for name, value in plain_weights(model).items())
+
+
+PARTS = {
+    "a layer": lambda m, x: m["in"](x),
+    "a parameter": lambda m, x: x @ m["in"].weight.T + m["in"].bias,
+    "a norm": lambda m, x: m["norm"](x),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_runs_without_the_root_has_what_was_written_into_the_flat_delta(part, grad):
+    """As the values of an EMA, of SAM, or of a line search, where a loop calls the parts of a model, or PEFT does."""
+    model = nn.ModuleDict({"in": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    sparsify(model, 28, "random", steps=1)
+    x = torch.randn(3, 4)
+    PARTS[part](model, x).square().sum().backward()  # the others get no gradient, and are unmasked all the same
+    torch.optim.SGD([model.sparse_values], lr=0.1).step()
+    with torch.no_grad():
+        model.sparse_values += 1
+    with torch.set_grad_enabled(grad):
+        read = PARTS[part](model, x)
+    assert torch.equal(read, PARTS[part](desparsify(model), x))
 
 
 def test_the_flat_delta_or_merged_weights_alone_can_be_loaded(mlp):

@@ -171,6 +171,16 @@ def test_what_trains_later_and_is_in_no_delta_is_named_once(active):
         model.bert.embeddings.position_embeddings.requires_grad_(True)
 
 
+def test_what_trains_before_the_flat_delta_does_is_named_too():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    sparsify(model, 20, "id3", steps=STEPS, target_modules=["0"])
+    model[2].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2](torch.ones(3, 16)).square().sum().backward()
+    with pytest.warns(UserWarning, match=r"`2\.weight`, `2\.bias` can train, but no delta holds them"):
+        optimizer.step()
+
+
 def test_one_of_several_optimizers_may_hold_the_flat_delta():
     model, batches = built()
     layer = torch.optim.SGD(model.bert.encoder.layer[0].parameters(), lr=0.1)

@@ -1,6 +1,7 @@
 """What a sparsified model's summary says, number by number and in print, and what ``verify=True`` finds."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 from sparsify import SparseDelta, SparsifyError, desparsify, get_engine, print_trainable_parameters, sparsify, summary
 from sparsify.core.importance import D3
 from sparsify.core.schedule import Schedule
-from sparsify.selection.screening import Work
 from sparsify.strategies.strategy import PRESETS, Repeat, Strategy
 from sparsify.training.summary import Summary
 
@@ -78,7 +78,7 @@ def test_sparsity_and_entropy_are_those_of_the_densities():
 
 
 def test_the_text_says_it_all_and_less_before_the_first_step():
-    work = Work(screened=84_312, dense=600_123, skipped=84_934_656)
+    work = Counter(screened=84_312, dense=600_123, skipped=84_934_656)
     found = a_summary(num_dense=1500, budget=2000, unmasked=500, num_candidates=40_000, last_work=work)
     assert str(found).splitlines() == [
         "strategy           id3 (D3(exp=2, eps=1), Increment())",

@@ -18,16 +18,16 @@ from sparsify.common.names import POSITION, RECORD, SETTINGS, plain_name
 from sparsify.common.raw_bits import digest
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import DTYPES, DeltaParts, StrPath, TensorDelta
-from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, FILE_NAME, parse_json, refused
+from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, parse_json, refused, stored_name
 from sparsify.errors import SparsifyError, brief
 
 VALUES, IDS, BASE = "sparse_values", "sparse_ids", "sparse_base"  # as in core/entries.py, which is training code
 
 
 def is_training_checkpoint(path: StrPath) -> bool:
-    """Whether a path is the folder of a checkpoint with entries, and not of a delta."""
+    """Whether a path is the folder of a checkpoint with entries."""
     folder = Path(path)
-    if folder.is_dir() and not (folder / FILE_NAME).exists():
+    if folder.is_dir():
         with suppress(SparsifyError):
             return bool(_opened(folder)[2])
     return False
@@ -66,8 +66,8 @@ def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str
     stored = {name: read(name) for name in (*record["whole"], *record["buffers"]) if name in names}
     if lacking := [name for name in record["whole"] if name not in stored]:
         raise SparsifyError(f"it lacks `{lacking[0]}`, which was trained whole")
-    whole = {plain_name(n): t.clone() for n, t in stored.items() if digest(t) != record["buffers"].get(n)}
     config = {**record["config"], "budget": count, "steps": settings.get("steps"), "steps_done": steps_done}
+    whole = {stored_name(n, config): t.clone() for n, t in stored.items() if digest(t) != record["buffers"].get(n)}
     config |= {ENTRIES_IN_WHOLE_KEY: in_whole} if in_whole else {}
     return dict(sorted(tensors.items())), whole, config
 
