@@ -37,7 +37,6 @@ from sparsify.core.step import TrainingStep
 from sparsify.core.topk import TopK
 from sparsify.masked.tensor import ModelTensor
 from sparsify.selection.distributed import RanksSelector
-from sparsify.selection.screening import Work
 
 LLAMA_8B = MODELS["Llama-8B, 1 x 4096"]
 LLAMA_70B = LLAMA_8B._replace(
@@ -104,7 +103,7 @@ def count_selection(model: Model, ranks: int, number: int, *, sharded: bool) -> 
     TrainingStep(tensors, entries, Policy(D3(), Schedule(), tensors, entries, number, STEPS))
     with group(ranks):
         counted = Counted()
-        selector = RanksSelector(NoTopK(number, torch.float32, "cpu"), D3(), Work(), True, counted, tensors)
+        selector = RanksSelector(NoTopK(number, torch.float32, "cpu"), D3(), Counter(), True, counted, tensors)
         selector._can_wait = not sharded
         for tensor in reversed(tensors):
             rows, cols = tensor.shape

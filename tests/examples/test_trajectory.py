@@ -7,10 +7,9 @@ import torch
 from models import build, descend, loss_of, train
 from torch import nn
 
+from examples.analysis import trajectory
 from sparsify import Schedule, SparseDelta, SparsifyError, get_engine, sparsify, summary
 from sparsify.analysis import shares
-
-from examples.analysis import trajectory  # isort: skip
 
 STEPS, BUDGET = 8, 60
 
