@@ -207,7 +207,7 @@ class TrainingStep:
     # -------------------------------------------------------------------------------- what a larger run replaces
 
     def before_read(self) -> None:
-        """Called before ``module.weight`` is read, and before a layer is computed."""
+        """Called before a layer is computed, or ``module.weight`` read, outside of the model's forward."""
 
     def agree(self, winners: Winners, finite: Tensor) -> tuple[list[int], bool]:
         """How many of the winners each tensor has, and whether all gradients were finite: the one wait for a GPU."""

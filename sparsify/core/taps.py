@@ -72,9 +72,10 @@ class ReadParameters(dict[str, Any]):
             return parameter
         if torch.compiler.is_dynamo_compiling():
             return tensor.collector.compiled.tap(tensor, parameter) if parameter.is_leaf else parameter
-        tensor.collector.before_read()
+        if not (in_forward := tensor.collector.in_forward):
+            tensor.collector.before_read()
         is_own = parameter is tensor.parameter  # not one that functional_call() has put in its place
-        is_use = is_own and torch.is_grad_enabled() and tensor.collector.in_forward
+        is_use = is_own and torch.is_grad_enabled() and in_forward
         return tap(parameter, tensor) if is_use else parameter
 
     def __setitem__(self, attribute: str, parameter: Any) -> None:

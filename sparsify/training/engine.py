@@ -182,8 +182,7 @@ class Engine(TrainingStep):
 
     def before_read(self) -> None:
         """Refreshes the weights where the flat delta has moved, and parts of the root run forward without it."""
-        in_forward = self._forwards.running or torch._C._current_graph_task_id() != -1
-        if not (in_forward or self.paused or self.weights.loaded) and self.weights.are_behind:
+        if not (self.in_forward or self.paused or self.weights.loaded) and self.weights.are_behind:
             with torch._C.DisableTorchFunctionSubclass():
                 self.refresh()
 
