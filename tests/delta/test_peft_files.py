@@ -89,6 +89,8 @@ def test_a_folder_without_an_adapter_or_with_a_broken_one_is_refused(folder, bas
     refused(folder, base, "PEFT cannot merge the adapter in .*shira` into this base: .*Nothing was loaded")
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     refused(folder, base, "has an adapter in `adapter_model.bin`, a pickle, which can run code")
+    with pytest.raises(DeltaFormatError, match=r"has an adapter in `adapter_model.bin`, a pickle"):
+        SparseDelta.load(folder)
 
 
 def test_another_base_is_refused(folder, base):

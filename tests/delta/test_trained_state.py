@@ -79,11 +79,15 @@ def test_a_state_dict_of_another_dtype_and_of_pruned_tensors(dtype):
 def test_what_is_no_checkpoint_in_training_is_told_apart(model, tmp_path):
     state = model.state_dict()
     settings = torch.tensor(list(b'{"budget": 3}'), dtype=torch.uint8)
+    known = json.loads(bytes(state[SETTINGS].tolist()))
+    known["delta"]["tensors"] = [(name, shape, 32, scheme) for name, shape, _, scheme in known["delta"]["tensors"]]
+    damaged = torch.tensor(list(json.dumps(known).encode()), dtype=torch.uint8)
     two = nn.ModuleList([sparsify(nn.Linear(4, 4), 3, "random") for _ in range(2)]).state_dict()
     (tmp_path / "file").write_text("no weights")
     for given, error, problem in [
         (Extended().state_dict(), SparsifyError, r"is of 0 sparsified models, .* take SparseDelta.diff\(base, tuned\)"),
         ({**state, SETTINGS: settings}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
+        ({**state, SETTINGS: damaged}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, SETTINGS: settings[1:]}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, "sparse_ids": state["sparse_ids"] + 10**6}, DeltaFormatError, "no checkpoint that can be used"),
         ({n: t for n, t in state.items() if n != "head.bias"}, DeltaFormatError, "it lacks `head.bias`, which"),
