@@ -1,4 +1,4 @@
-"""From runs to scores, in two ways.
+"""From runs to scores, in two ways, and the scores at each rate.
 
 The paper's: of each run the best score over its epochs, on all rows; a method's score is the mean over its rates (and
 seeds). It rewards methods for choosing epochs on the rows that they are judged on.
@@ -25,9 +25,9 @@ class Cell:
     """The scores of one method on one task.
 
     Args:
-        scores: in percent; by the paper one for each run, by the strict protocol one for each seed, in their order.
+        scores: in percent; by the paper one for each run, else one for each seed, in their order.
         rates: those chosen; by the paper all.
-        seeds: of the strict scores.
+        seeds: of the runs.
         loss: mean over the runs behind the score, after the last epoch.
         trained: numbers trained, the head's included.
     """
@@ -43,7 +43,7 @@ class Cell:
         return statistics.mean(self.scores)
 
 
-Method = Settings  # a run's settings without task, rate, seed and what depends on the task
+Method = Settings  # a run's settings without task, seed, what depends on the task and, but in `rate_scores`, rate
 Scores = dict[Method, dict[str, Cell]]  # by method, then by task
 
 
@@ -71,6 +71,16 @@ def strict_scores(runs: Iterable[Run]) -> Scores:
     return {m: {task: strict_cell(own) for task, own in tasks.items()} for m, tasks in grouped(runs).items()}
 
 
+def rate_scores(runs: Iterable[Run]) -> Scores:
+    """By method and rate: a cell's scores are those of its seeds after the last epoch."""
+    scores: Scores = {}
+    for method, tasks in grouped(runs).items():
+        for rate in sorted({settings_of(run).rate for own in tasks.values() for run in own}):
+            at_rate = {task: [run for run in own if settings_of(run).rate == rate] for task, own in tasks.items()}
+            scores[replace(method, rate=rate)] = {task: rate_cell(own) for task, own in at_rate.items() if own}
+    return scores
+
+
 def paper_cell(runs: list[Run]) -> Cell:
     scores = tuple(max(epoch["score"] for epoch in run["epochs"]) for run in runs)
     rates, seeds = ({getattr(settings_of(run), name) for run in runs} for name in ("rate", "seed"))
@@ -93,6 +103,11 @@ def strict_cell(runs: list[Run]) -> Cell:
     ]
     behind = [complete[rate][seed] for rate in dict.fromkeys(chosen) for seed in seeds]
     return Cell(tuple(scores), tuple(chosen), tuple(seeds), _loss(behind), runs[0]["trained"])
+
+
+def rate_cell(runs: list[Run]) -> Cell:
+    scores = {settings_of(run).seed: run["epochs"][-1]["score"] for run in runs}
+    return Cell(tuple(scores.values()), (settings_of(runs[0]).rate,), tuple(scores), _loss(runs), runs[0]["trained"])
 
 
 def _half(run: Run, half: int) -> float:

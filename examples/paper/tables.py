@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from examples.paper.protocol import Cell, Method, Scores, paper_scores, strict_scores
+from examples.paper.protocol import Cell, Method, Scores, paper_scores, rate_scores, strict_scores
 from examples.paper.runs import Run
 from examples.paper.significance import Difference, anova, interval, paper_difference, rivals, strict_difference
 from examples.paper.tasks import TASKS
@@ -24,6 +24,8 @@ def report(runs: Iterable[Run], method: str) -> str:
         "### Rate chosen on one half of the rows, score of the other\n\nPercent after the last epoch; mean ± 95 % "
         "interval over the seeds; in brackets the rates that each half has chosen.",
         score_table(strict, lambda cell: f"{_plus_minus(cell.mean, interval(cell.scores))} ({_rates(cell)})"),
+        "### Each rate\n\nPercent and loss after the last epoch, mean over the seeds.",
+        score_table(rate_scores(runs), lambda cell: f"{cell.mean:.1f}, {cell.loss:.3f}"),
     ]
     if parts_of := paper_scores(part_runs(runs)):
         parts += [
@@ -94,14 +96,15 @@ def anova_text(runs: Iterable[Run], setting: str) -> str:
 
 
 def label(scores: Scores) -> dict[Method, str]:
-    """Each method's name: with its budget, and with what of its recipe differs between methods of that name."""
+    """Each method's name: with its budget, its rate, and what of its recipe differs between methods of that name."""
     names = {}
     for method in scores:
         alike = [other for other in scores if other.method == method.method]
         own = [f"{name}={value}" for name in RECIPE if (value := getattr(method, name)) is not None
                and len({getattr(other, name) for other in alike}) > 1]  # fmt: skip
         budget = f" {method.budget:,}".replace(",", " ") if method.budget else ""
-        names[method] = f"{method.method}{budget}" + (f" ({', '.join(own)})" if own else "")
+        rate = f" at {method.rate:g}" if method.rate else ""
+        names[method] = f"{method.method}{budget}{rate}" + (f" ({', '.join(own)})" if own else "")
     return names
 
 

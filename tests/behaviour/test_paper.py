@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 import signal
 import statistics
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from sparsify.cli.demo import default_model
 
 pytestmark = pytest.mark.usefixtures("data")
 
+ROOT = Path(__file__).parents[2]
 BUDGET, WIDTH = 50, 16
 HEAD = 2 * WIDTH + 2
 BASE = Settings(task="sst2", model="", method="id3", rate=1e-3, seed=0, budget=BUDGET, epochs=2, steps=3, batch_size=4)
@@ -262,6 +266,8 @@ def test_the_papers_score_is_of_each_runs_best_epoch_and_the_strict_one_of_rows_
     # the first half chooses rate 1, the second 2; seed 0: the second half at 1, and the first at 2: (60 + 60) / 2
     assert (cell.scores, cell.rates, cell.seeds) == ((60, 62), (1, 2), (0, 1))
     assert math.isnan(protocol.paper_cell([line(1, 0, (1, 2), loss=None)]).loss), "it was not finite"
+    by_rate = [cell for cells in protocol.rate_scores(RUNS).values() for cell in cells.values()]
+    assert [(cell.rates, cell.scores) for cell in by_rate] == [((1,), (70, 72)), ((2,), (70, 73)), ((3,), (99,))]
 
 
 def cells(**scores):
@@ -306,9 +312,31 @@ def test_the_tables_name_what_differs_and_compare_within_a_budget():
     assert "| id3 50 (until=0.2) | 84 | 80.5 ± 0.7 | 80.5 | 0.500 | 2 |" in shown
     assert "| id3 50 (until=1.0) | 84 | 80.5 ± 6.4 (1) | 80.5 | 0.500 | 2 |" in shown
     assert "| lora 99 | 84 | 90.0 (1) | 90.0 | 0.500 | 1 |" in shown
+    assert "| id3 50 at 1 (until=0.2) | 84 | 80.5, 0.500 | 80.5 | 0.500 | 2 |" in shown
     assert "| id3 50 (until=0.2) | lora 50 | +10.5 ± 6.4 | 0.25 | 2 | 1 |" in shown
     assert not any("lora 99 |" in text and "id3" in text for text in shown)
     assert shown[-1] == "- id3, 50 entries: F = 0.00, p = 1, 2 values"
+
+
+SCORE_AND_LOSS = re.compile(r"(?<=\| )(-?\d+\.\d), (0\.\d{3})\b")
+
+
+@pytest.mark.parametrize("page", ["examples/paper/README.md", "tutorials/choosing.md"])
+def test_the_scores_and_losses_in_a_pages_tables_are_those_of_the_raw_lines(page):
+    files, found = [ROOT / "examples" / "results" / f"paper_{model}.jsonl" for model in ("mpnet", "local")], set()
+    lines = [line for file in files for line in runs.read(file).values()]
+    for seeds in ({0}, {0, 1}, {0, 1, 2}):
+        scores = protocol.rate_scores(line for line in lines if line["settings"]["seed"] in seeds)
+        found |= {(f"{cell.mean:.1f}", f"{cell.loss:.3f}") for own in scores.values() for cell in own.values()}
+    table_rows = re.findall(r"(?m)^\|.*", (ROOT / page).read_text(encoding="utf-8").replace("*", ""))
+    shown = [pairs for row in table_rows if (pairs := SCORE_AND_LOSS.findall(row))]
+    assert len(shown) > 20
+    for pairs in shown:
+        cells, mean = pairs[:4], pairs[4:]
+        assert set(cells) <= found
+        for column, value in enumerate(chain(*mean)):
+            own = statistics.mean(float(pair[column]) for pair in cells)
+            assert float(value) == pytest.approx(own, abs=(0.1, 1e-3)[column]), "their mean, of rounded numbers"
 
 
 def test_the_command_runs_what_is_missing_prints_tables_and_prints_them_again(tiny, tmp_path, monkeypatch, capsys):
