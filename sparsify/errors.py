@@ -37,12 +37,7 @@ def printable(text: object) -> str:
 
 
 def brief(text: object, most: int = 300) -> str:
-    """Untrusted text, or another library's error, for a message: on one line, printable and not long.
-
-    Example:
-        >>> brief("Unrecognized model in\\n  base: \\x1b[2J one of albert, bert", 32)
-        'Unrecognized model in base: ?[2J...'
-    """
+    """Untrusted text, or another library's error, for a message: on one line, printable and not long."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(str(text).split()))
     line = line.rstrip(".") if isinstance(text, BaseException) else line
     return line if len(line) <= most else f"{line[:most].rstrip()}..."

@@ -102,7 +102,7 @@ def test_the_core_imports_torch_and_errors_alone():
 def test_the_core_can_be_read_in_an_hour():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert sum(number for path, number in lines.items() if path.parent.name == "core") <= 1_600
-    assert sum(lines.values()) <= 16_036  # 14 000 without sparsify.peft, what lets PEFT load deltas, engines and vLLM
+    assert sum(lines.values()) <= 16_033  # 14 000 without sparsify.peft, what lets PEFT load deltas, engines and vLLM
     assert max(lines.values()) <= 400
 
 

@@ -107,10 +107,27 @@ def test_the_recorded_base_is_the_default_and_is_recorded_by_its_full_path(pretr
     """From another folder, `base` would be the id of somebody's repository on the hub."""
     base, batches = pretrained
     monkeypatch.chdir(base.parent)
-    delta, expected = trained(BertForSequenceClassification.from_pretrained("base", num_labels=4), batches)
+    model = sparsify(BertForSequenceClassification.from_pretrained("base", num_labels=4), 40, steps=2)
     monkeypatch.chdir("/")
+    train(model, batches[:2])
+    delta, expected = SparseDelta.from_model(model), logits(desparsify(model).eval(), batches)
     assert delta.config["base_model_name_or_path"] == str(base)
     assert torch.equal(logits(load_model(None, delta), batches), expected)
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["lm_head"]}])
+def test_a_head_that_was_untied_in_training_goes_onto_no_tied_base(tmp_path, options):
+    model, batches = build("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    loose = copy.deepcopy(model)
+    loose.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    train(sparsify(loose, 5, "random", **options), batches[:1])
+    delta = SparseDelta.from_model(loose)
+    for verb in (lambda: load_model(tmp_path, delta), lambda: delta.apply(model), lambda: delta.check(tmp_path)):
+        with pytest.raises(BaseMismatchError, match=r"`model.embed_tokens.weight` and `lm_head.weight` are one tensor"):
+            verb()
 
 
 def test_a_head_replaces_one_of_another_size_in_a_class_of_ones_own_choice(classifier, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparsify.adapters.insert import Adapter, AdapterConfig, insert_adapters
-from sparsify.common.names import named_tensors, plain_model
+from sparsify.common.names import named_tensors, plain_model, tied_names
 from sparsify.delta.format import ADAPTERS_KEY, PEFT_KEY
 from sparsify.delta.patch_plan import check_has_values
 from sparsify.errors import BaseMismatchError, SparsifyError, brief
@@ -92,7 +92,8 @@ def rebuild(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, tu
         given: dict[str, Any] = {field.name: settings.get(field.name) for field in fields(AdapterConfig)}
         with torch.device("meta"):
             insert_adapters(model, AdapterConfig(**given))
-    new = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    tied = tied_names(model)  # of which the delta has the first
+    new = {n: t for n, t in named_tensors(model).items() if t.is_meta and tied.get(n, [n])[0] == n}
     for name, tensor in new.items():
         if (held := shapes.get(name, "no values")) != tuple(tensor.shape):
             shape = f"shape {tuple(tensor.shape)} in the model that the delta records, and {held} in the delta"

@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from sparsify.analysis import TensorShare, shares
-from sparsify.delta.algebra import DeltaSum
+from sparsify.delta.algebra import DeltaSum, finite
 from sparsify.delta.checkpoint.trained_state import is_training_checkpoint
 from sparsify.delta.entries import StrPath, TensorDelta
 from sparsify.delta.format import FILE_NAME, payload_hash, to_bytes
@@ -104,7 +104,7 @@ def add(
     check_out(out, base, *deltas)
     loaded = [delta.entries_only() if entries_only else delta for delta in map(SparseDelta.load, deltas)]
     try:
-        factors = [float(part) for part in weights.split(",")] if weights else [1.0] * len(loaded)
+        factors = [finite(float(part), "multiplied") for part in weights.split(",")] if weights else [1.0] * len(loaded)
     except ValueError:
         factors = []
     if len(factors) != len(loaded):

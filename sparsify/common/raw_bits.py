@@ -46,3 +46,9 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     return torch.equal(as_bits(left.detach()), as_bits(right.detach().to(left.device)))
+
+
+def checksum(ids: Tensor, first: int = 0) -> Tensor:
+    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that before; an average's is another."""
+    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
+    return (ids * ids * slots).sum()

@@ -30,13 +30,14 @@ from sparsify.core.devices import put
 from sparsify.delta import patch_plan
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import KINDS, Base, NamedTensors, StrPath, TensorDelta, check, one_of
-from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY
+from sparsify.delta.format import ADAPTERS_KEY, ENTRIES_IN_WHOLE_KEY, PEFT_KEY
 from sparsify.delta.patch_plan import Applicable, PatchPlan, new_values, plan_entries
 from sparsify.delta.quantized_delta import QuantizedDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
 METHODS, SIGN_METHODS = ("ties", "dare_ties", "dare_linear"), ("total", "frequency")
 _OF_ONE_TRAINING = {"budget", "schedule", "steps", "steps_done", "diff", "sum", ENTRIES_IN_WHOLE_KEY}
+_OF_WHOLE = ("architecture", "model_config", PEFT_KEY, ADAPTERS_KEY)  # keys for whoever builds what is stored whole
 Terms: TypeAlias = tuple[tuple[float, Any], ...]  # coefficients and SparseDeltas
 # of one tensor: coefficients, entries, and the entries' places (k,) among those of all terms
 Parts: TypeAlias = list[tuple[float, TensorDelta, Tensor]]
@@ -209,7 +210,7 @@ class DeltaSum(Summable):
         """The parts of the terms' configs that are equal in all and hold of the sum, too, and the list of terms."""
         common = _equal([delta.config for _, delta in self.terms])
         of_heads = _equal([delta.config for _, delta in self.terms if delta.whole])
-        common |= {key: of_heads[key] for key in ("architecture", "model_config") if key in of_heads}
+        common |= {key: of_heads[key] for key in _OF_WHOLE if key in of_heads}
         return {**common, "sum": [{"coefficient": factor, "entries": d.num_entries} for factor, d in self.terms]}
 
 
@@ -303,7 +304,7 @@ class DeltaMerge(DeltaSum):
     def _trimmed(self, changes: Tensor, seed: str) -> Tensor:
         """Changes (k,) of which a share is kept and the others are zero."""
         if self.method == "ties":
-            kept = changes.abs().topk(int(self.density * changes.numel())).indices
+            kept = changes.abs().topk(max(1, int(self.density * changes.numel()))).indices
             return torch.zeros_like(changes).index_copy_(0, kept, changes[kept])
         generator = torch.Generator().manual_seed(int(hashlib.sha256(seed.encode()).hexdigest()[:15], 16))
         drawn = torch.rand(changes.shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from sparsify.common.names import tied_names
+from sparsify.common.names import POSITION, tied_names
 from sparsify.common.raw_bits import as_bits, digest, same_values
 from sparsify.delta.checkpoint.reader import Checkpoint, open_base
 from sparsify.delta.entries import DTYPES, Base, DeltaParts, NamedTensors, TensorDelta, is_resized
@@ -22,8 +22,11 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
         expected = "a number of entries, at least 1, a share of all as a float in (0, 1), or None for all of them"
         raise SparsifyError(f"budget={budget!r}; expected {expected}.")
     old, new = open_base(base), open_base(tuned)
-    folders = [side.path for side in (old, new) if isinstance(side, Checkpoint)]
-    if files := [file for folder in folders for file in folder.glob("[0-9]*_*/model.safetensors")]:
+    checkpoints = [side for side in (old, new) if isinstance(side, Checkpoint)]
+    if running := [side.path for side in checkpoints if any(name.endswith(POSITION) for name in side)]:
+        problem = f"`{running[0]}` is a checkpoint of a sparsified model, which is not compared"
+        raise SparsifyError(f"{problem}: SparseDelta.from_checkpoint(path) is its delta.")
+    if files := [file for side in checkpoints for file in side.path.glob("[0-9]*_*/model.safetensors")]:
         raise SparsifyError(f"`{files[0]}`, of a module of sentence-transformers, is not compared: give loaded models.")
     ties = new.conversion.tied if isinstance(new, Checkpoint) else tied_names(new)
     names = new.plain_names() if isinstance(new, Checkpoint) else [n for n in new if ties.get(n, [n])[0] == n]

@@ -49,6 +49,8 @@ def find_file(path: StrPath, *, revision: str | None = None, **options: Any) -> 
         raise SparsifyError(f"revision={revision!r} of `{path}`, which is taken for a path, and has none: {remedy}")
     file = file / FILE_NAME if file.is_dir() else file
     if not file.exists():
+        if Path(path, "adapter_config.json").is_file():
+            raise SparsifyError(f"`{path}` has an adapter of PEFT: SparseDelta.from_peft(path, base) makes it a delta.")
         text = f"`{file}` does not exist, so there is no delta to load: give the folder that `save` wrote, with its "
         text += f"`{FILE_NAME}`, that file, or the id of a repository on the hub, such as 'user/name'. Of the"
         raise SparsifyError(f"{text} weights of a merged or fully fine-tuned model take SparseDelta.diff(base, tuned).")

@@ -29,8 +29,8 @@ from sparsify.core.devices import put
 from sparsify.delta.checkpoint.conversion import Layout
 from sparsify.delta.checkpoint.reader import INDEX_NAME, WEIGHTS_NAME, Checkpoint, Stored, read_header, read_json
 from sparsify.delta.entries import Base, Config, NamedTensors, StrPath, TensorDelta, TensorDeltas, is_resized
-from sparsify.delta.patch_plan import check_fits, is_verified, new_values, plan_delta, warn_of_casts
-from sparsify.errors import BaseMismatchError, SparsifyError
+from sparsify.delta.patch_plan import check_fits, check_untied, is_verified, new_values, plan_delta, warn_of_casts
+from sparsify.errors import SparsifyError
 
 _IN_FILES = "the checkpoint"
 # Files next to the weights that do not describe the merged model: other formats' weights, and the state of a training.
@@ -105,11 +105,12 @@ def check_checkpoint(
         layout = layouts[name] = checkpoint.layout(name)
         shape = whole[name].shape if is_resized(whole[name].shape, layout.shape) else layout.shape  # a merge resizes
         check_fits(name, whole[name], shape, checkpoint.dtype(layout), _IN_FILES)
+    for name in (name for name in layouts if name not in checkpoint.stored):
+        check_untied(name, checkpoint.conversion.tied.get(name, [name])[0], _IN_FILES)
     owners: dict[tuple[object, ...], str] = {}  # of stored windows
     for name, window in ((name, window) for name, layout in layouts.items() for window in layout.windows):
-        if (first := owners.setdefault((window.key, window.place.storage_offset()), name)) != name:
-            one = f"`{first}` and `{name}` are one tensor in this checkpoint (`{window.key}`) and two in the delta"
-            raise BaseMismatchError(f"{one}: give the base with these weights untied, as it was in training.")
+        first = owners.setdefault((window.key, window.place.storage_offset()), name)
+        check_untied(name, first, f"{_IN_FILES} (`{window.key}`)")
     missing = tuple(name for name in whole if name not in layouts)
     entries = sum(delta.count for delta in tensors.values())
     return CheckReport(len(tensors), entries, len(whole), unchecked, missing), layouts

@@ -29,7 +29,7 @@ REMEDY = "revert deltas in the reverse order of their application, or load the b
 _LOAD_BASE = "Load the base that the delta was trained on."
 _NUMBERED = " Its modules are numbered, as a SentenceTransformer's: apply it to a model that has the same ones."
 _BUILD_MODULE = "The delta stores it whole: build the model with that head or module first, as it was in training."
-_RESIZE = " If tokens were added, `model.resize_token_embeddings({})` first (`load_model` and `merge` do so)."
+_RESIZE = " If tokens were added, `model.resize_token_embeddings({})` first"
 
 
 class PlannedWrite(NamedTuple):
@@ -93,17 +93,24 @@ def find_targets(names: Iterable[str], model: nn.Module, dense: Iterable[str] = 
         remedy += _NUMBERED if missing[0][0].isdecimal() else ""
         raise BaseMismatchError(f"{problem}; {counted(len(missing), 'name')} missing in all. {remedy}")
     targets = {name: available[plain] for name, plain in plain_names.items()}
+    tied = {id(tensor): name for name, tensor in reversed(available.items())}  # the first names, of which a delta is
     first_names: dict[tuple[torch.device, int], str] = {}
     for name, tensor in targets.items():
         check_has_values(name, tensor)
         # two parameters over one storage are one tensor, too; one without storage is only itself
-        if (first := first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name)) != name:
-            one = f"`{first}` and `{name}` are one tensor in this model and two in the delta"
-            raise BaseMismatchError(f"{one}: load the base with these weights untied, as it was in training.")
+        check_untied(name, first_names.setdefault((tensor.device, tensor.data_ptr() or id(tensor)), name))
+        check_untied(name, tied[id(tensor)])
     quantized = {name: tensor for name, tensor in targets.items() if name not in dense and is_quantized(tensor)}
     owners = {id(module._parameters.get("weight")): module for module in model.modules()} if quantized else {}
     deltas: dict[str, Any] = {n: QuantizedDelta(n, owners[id(t)]) for n, t in quantized.items() if id(t) in owners}
     return targets | deltas
+
+
+def check_untied(name: str, first: str, place: str = "this model") -> None:
+    """Raises where one tensor of a delta is another one in a base, by whose name it would be called had it been."""
+    if base_name(name) != base_name(first):
+        problem = f"`{first}` and `{name}` are one tensor in {place}, and were two in training"
+        raise BaseMismatchError(f"{problem}: load the base with these weights untied, as it was then.")
 
 
 def plan_delta(
@@ -197,7 +204,8 @@ def check_fits(
     is_dense = isinstance(part, Tensor)
     remedy = _BUILD_MODULE if is_dense else _LOAD_BASE
     if tuple(shape) != tuple(part.shape):
-        remedy += _RESIZE.format(part.shape[0]) if shape[1:] == part.shape[1:] else ""
+        if tuple(shape[1:]) == tuple(part.shape[1:]):
+            remedy += _RESIZE.format(part.shape[0]) + (" (`load_model` and `merge` do so)." if is_dense else ".")
         shapes = f"has shape {tuple(shape)} in {place}, {tuple(part.shape)} in the delta"
         raise BaseMismatchError(f"tensor `{name}` {shapes}. {remedy}")
     if not is_dense and dtype not in DTYPES.values():

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import check_plain, named_tensors
+from sparsify.common.names import check_plain, named_tensors, tied_names
 from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import read_header, read_json
 from sparsify.delta.diff import diff
@@ -54,7 +54,11 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
         return None
     stored = safetensors.torch.load_file(file)
     tensors, whole, config = from_blob(stored.pop(KEY))
-    return tensors, whole | {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}, config
+    held = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    modules = read_json(file.with_name(CONFIG_NAME)).get("modules_to_save") or ()
+    # PEFT also adds the embeddings that were resized, which are in the delta
+    saved = {name: own for name, own in held.items() if any(f".{module}." in f".{name}" for module in modules)}
+    return tensors, whole | saved, config
 
 
 def _check_not_pickled(folder: Path) -> None:
@@ -99,8 +103,9 @@ def convert_adapter(folder: StrPath, base: nn.Module) -> DeltaParts:
         problem = f"PEFT cannot merge the adapter in `{folder}` into this base: {brief(error, 1_000)}"
         raise DeltaFormatError(f"{problem}. Nothing was loaded.") from error
     tensors, whole, _ = diff(base, tuned, progress=False)
-    saved = [f".{module}." for module in settings.get("modules_to_save") or ()]
-    heads = {name: own for name, own in named_tensors(tuned).items() if any(part in f".{name}" for part in saved)}
+    stored, tied = read_header(Path(folder, WEIGHTS_NAME)), tied_names(tuned)  # modules_to_save, and what was resized
+    heads = {name: own for name, own in named_tensors(tuned).items() if PREFIX + name in stored}
+    heads = {name: own for name, own in heads.items() if name == tied.get(name, [name])[0]}
     origin = {
         "base_model_name_or_path": settings.get("base_model_name_or_path"),
         "base_model_revision": settings.get("revision"),

@@ -1,4 +1,4 @@
-"""Training on several ranks: a check for debugging, and the setting that accelerate's FSDP2 needs."""
+"""Training on several ranks: a check for debugging."""
 
 from torch import nn
 
@@ -26,24 +26,3 @@ def check_ranks(model: nn.Module) -> None:
     engine = get_engine(model)
     if num_ranks() > 1:
         check_ranks_alike(engine)
-
-
-def keep_whole(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules for accelerate's FSDP2 plugin to ignore: one with the flat delta, which must not be sharded.
-
-    With ``fully_shard()`` itself pass ``ignored_params={model.sparse_values}`` instead.
-
-    Args:
-        model: a sparsified model.
-
-    Returns:
-        For ``FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=...)``, or its attribute
-        ``ignored_modules`` before ``Accelerator.prepare()``.
-
-    Example:
-        >>> import torch, sparsify
-        >>> model = sparsify.sparsify(torch.nn.Linear(4, 4), budget=3, steps=1)
-        >>> [parameter is model.sparse_values for module in keep_whole(model) for parameter in module.parameters()]
-        [True]
-    """
-    return [nn.ParameterList([get_engine(model).values])]

@@ -221,7 +221,7 @@ def resolve_strategy(strategy: str | Strategy | Mapping[str, Tensor]) -> Strateg
     if isinstance(strategy, str) and strategy in PRESETS:
         return PRESETS[strategy]
     names = [*PRESETS, "full"]  # the latter selects nothing: sparsify() takes it by itself
-    others = "a Strategy(importance=..., selection=...), or a set of entries such as delta.support."
+    others = "a Strategy(importance=..., selection=...), or entries, {name: tensor of indices}, as delta.support."
     near = did_you_mean(strategy, names)
     raise SparsifyError(f"unknown strategy {strategy!r}; expected one of {', '.join(names)}, {others}{near}")
 

@@ -97,8 +97,7 @@ def check_sharding(root: nn.Module, tensors: Sequence[ModelTensor], parallel: in
         if module is root and name == VALUES:
             problem = "fully_shard() has sharded the flat delta, and would round it with a mixed precision policy"
             remedy = f"Leave it out: fully_shard(model, ignored_params={{model.{VALUES}}}); with accelerate:"
-            keep = "sparsify.integrations.distributed.keep_whole(model) as the plugin's ignored_modules"
-            raise SparsifyError(f"{problem}. {remedy} {keep}.")
+            raise SparsifyError(f"{problem}. {remedy} ignored_modules=[torch.nn.ParameterList([model.{VALUES}])].")
         check_shards(name, parameter, parallel, is_parallel=is_parallel)
 
 

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from sparsify.common.streams import Streams
 from sparsify.core.entries import VALUES, count_by_tensor
 from sparsify.core.gradients import Gradient
 from sparsify.core.step import Pass, TrainingStep, read_weights
-from sparsify.core.tensor import MaskedTensor, Use
+from sparsify.core.tensor import NOT_TRANSFORMED, MaskedTensor, Use
 from sparsify.core.topk import Winners
 from sparsify.errors import SparsifyError
 from sparsify.masked.recompute import release_memory, saving
@@ -68,6 +69,7 @@ class Engine(TrainingStep):
         trainable = (each.name for each in plan.targets.candidates if each.parameter.requires_grad)
         self.frozen_names = (*trainable, *plan.targets.frozen)  # that require grad when the model is plain again
         self.new_names, self.buffer_digests = plan.new_names, plan.buffer_digests
+        self.folder = Path.cwd()  # which a relative path of the base begins at
         self.extended_at = 0  # number of entries that were unmasked when the run was last extended
         self.weights, self.streams = EffectiveWeights(self, plan.tensors, entries), Streams()
         self._selected_from = 0  # slot of the first entry that the step in progress has unmasked
@@ -162,6 +164,8 @@ class Engine(TrainingStep):
             self.compiled.enter()
         else:
             check_not_exported()
+            if torch._C._functorch.is_functorch_wrapped_tensor(self.values):
+                raise SparsifyError(NOT_TRANSFORMED.format(name=VALUES))
             with torch._C.DisableTorchFunctionSubclass():  # for reads of masked parameters
                 self.refresh()
             super().root_anchor()
@@ -272,6 +276,7 @@ class Engine(TrainingStep):
     def append(self, ids: Tensor, counts: Sequence[int], base: Tensor | None = None) -> None:
         self.weights.are_sums = False  # -0.0 stays what it is until they are written
         first = self.entries.count
+        self.values.data[first : first + ids.numel()] = 0  # noise on the whole gradient moves them before
         if self.sharded:
             self.entries.append(ids, self.values.detach().new_zeros(ids.numel()), counts)
             _after_pass(lambda: read_base(self.tensors, self.entries, self.ranks, first))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsify.common.names import POSITION
+from sparsify.common.raw_bits import checksum
 from sparsify.core.devices import upload
 from sparsify.core.entries import BASE, IDS, VALUES, Entries, count_by_tensor
 from sparsify.errors import SparsifyError
@@ -111,7 +112,7 @@ class ModelEntries(Entries):
     def truncate(self, count: int) -> None:
         """Takes the entries from slot ``count`` on away again; their values have to be zero."""
         position = self.root.get_buffer(POSITION)
-        position[2:] = torch.stack([torch.full_like(position[2], count), checksum(self.ids[:count], 0)])
+        position[2:] = torch.stack([torch.full_like(position[2], count), checksum(self.ids[:count])])
         self.ids[count:] = self.base[count:] = 0
         self.read()
 
@@ -143,7 +144,7 @@ class ModelEntries(Entries):
         if count > room:
             return f"there are more than {room:,} unmasked entries; sparsify with the budget of the saved model."
         ids = ids[:count].long()
-        if int(checksum(ids, 0)) != int(position[3]):
+        if int(checksum(ids)) != int(position[3]):
             return f"`{IDS}` are not those that were saved: they were damaged, or averaged; load another state dict."
         ids = ids.sort().values
         if count and not 0 <= int(ids[0]) <= int(ids[-1]) < self.ends[-1]:
@@ -151,9 +152,3 @@ class ModelEntries(Entries):
         if bool((ids[1:] == ids[:-1]).any()):
             return "the entries hold the same one twice; the state dict is damaged, load another one."
         return None
-
-
-def checksum(ids: Tensor, first: int) -> Tensor:
-    """A number () int64 of ids (n,) in slots from ``first`` on, to be added to that before; an average's is another."""
-    slots = torch.arange(first + 1, first + 1 + ids.numel(), device=ids.device)
-    return (ids * ids * slots).sum()

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,7 +202,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     not_the_bases = {*engine.new_names, *engine.dense_names, VALUES}
     of_base = (parameter for name, parameter in engine.root.named_parameters() if name not in not_the_bases)
     return {
-        "base_model_name_or_path": str(Path(base).absolute()) if base and Path(base).is_dir() else base,
+        "base_model_name_or_path": str(engine.folder / base) if base and (engine.folder / base).is_dir() else base,
         "base_model_revision": getattr(model_config, "_commit_hash", None),
         "base_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in of_base if p.is_floating_point()}),
         "architecture": type(model).__name__.removeprefix("FSDP" if is_fully_sharded(model) else ""),

@@ -163,9 +163,10 @@ def warn_of_unreached(step: TrainingStep) -> None:
         return
     expected = [own for own in step.tensors if own not in step.frozen and (not step.policy.static or own.count)]
     if names := [tensor.name for tensor in expected if tensor not in step.reached]:
-        found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and are not trained"
+        found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and were not trained in it"
         reason = "they ran under no_grad(), as in reentrant checkpointing (pass use_reentrant=False)"
-        text = f"If the loss does not depend on them, all is well; else {reason}, or without a call of their module."
+        text = "If the loss of that batch does not depend on them (layer drop, experts), all is well; else "
+        text += f"{reason}, or without a call of their module."
         warnings.warn(f"{found}: {listed(names)}. {text}", stacklevel=2)
 
 

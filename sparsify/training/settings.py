@@ -6,7 +6,7 @@ a state dict was saved with others; or a longer flat delta, with the optimizer's
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def check_settings(engine: Engine, state: Mapping[str, Tensor]) -> dict[str, Any
     if "steps" in differing and None in (saved["steps"], own["steps"]):
         differing.remove("steps")  # not known yet
     if differing:
-        both = f"with {_listed(saved, differing)}, and this model is sparsified with {_listed(own, differing)}"
+        then, now = (", ".join(f"{name}={part[name]}" for name in differing) for part in (saved, own))
+        both = f"with {then}, and this model is sparsified with {now}"
         remedy = "Call sparsify() with all settings of the saved run, target_modules and modules_to_save among them"
         more = "extend(model, ...) gives more budget or steps afterwards."
         raise SparsifyError(f"the state dict was saved {both}; nothing was loaded. {remedy}; {more}")
@@ -88,6 +89,10 @@ def extend_run(engine: Engine, budget: int | float | None, steps: int | None, op
     if new_budget < engine.budget or (new_steps or 0) < (engine.steps or 0):
         run = f"a run with budget={engine.budget:,} and steps={engine.steps}"
         raise SparsifyError(f"extend(budget={budget!r}, steps={steps!r}) of {run}; expected no less of either.")
+    is_over = isinstance(engine.strategy.selection, Increment) and (new_steps or engine.step + 1) <= engine.step
+    if new_budget > engine.budget and is_over:
+        remedy = f"give steps= as well, more than the {engine.step:,} that are done"
+        raise SparsifyError(f"extend(budget={budget!r}) of a run that has done all its steps: {remedy}.")
     schedule = engine.policy.schedule
     capacity = kept + resolve_capacity(new_budget - kept, engine.strategy, schedule, new_steps, candidates)
     is_longer = capacity > engine.values.numel()
@@ -130,14 +135,3 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
         raise SparsifyError(f"`{SETTINGS}` of the state dict is damaged; nothing was loaded. Load what was saved.")
     return dict(saved)
-
-
-def _listed(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    return ", ".join(f"{name}={_shown(settings[name])}" for name in names)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, dict):
-        return f"({value})" if isinstance(value, str) else str(value)
-    options = ", ".join(f"{name}={option!r}" for name, option in value.items() if name != "name")
-    return f"{value.get('name')}({options})" if options else str(value.get("name"))

@@ -10,7 +10,7 @@ import torch
 from limits import needs_limits, within_limits
 from models import build, train
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from sparsify import SparseDelta, load_model, sparsify
 from sparsify.adapters import add_adapters
@@ -79,6 +79,16 @@ def test_a_peft_model_is_loaded_in_one_call_by_a_record_without_regular_expressi
     assert not loaded.training
     assert loaded.config.num_labels == labels
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_tokens_of_tied_tables_that_peft_trains_are_built_once(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, vocab_size=40, pad_token_id=None, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    model = sparsify(get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), lora), 0.5, "id3", steps=1)
+    model = train(model, [{"input_ids": IDS, "labels": IDS}]).eval()
+    assert torch.equal(logits(load_model(tmp_path, SparseDelta.from_model(model))), logits(model))
 
 
 def test_several_adapters_are_recorded_and_built(folder):

@@ -14,7 +14,7 @@ from twins import Twins
 from sparsify import SparseDelta, sparsify
 
 BUDGET, STEPS = 97, 3
-NOT_TRAINED = re.compile(r"(\d+) of \d+ tensors got no gradient in the first step and are not trained: ")
+NOT_TRAINED = re.compile(r"(\d+) of \d+ tensors got no gradient in the first step and were not trained in it: ")
 
 # what fails in transformers 4 without us
 BROKEN_IN_4 = {

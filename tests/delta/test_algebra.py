@@ -157,6 +157,8 @@ def test_what_the_terms_have_in_common_is_recorded():
     b.whole, b.config["model_config"] = {"head.weight": torch.ones(2, 5)}, {"num_labels": 2}
     config = (a + 0.5 * b).on(base).config
     assert (config["architecture"], config["model_config"]) == ("B", {"num_labels": 2}), "those of the only head"
+    b.config["peft"] = {"default": {"peft_type": "LORA"}}
+    assert (a + 0.5 * b).on(base).config["peft"] == b.config["peft"], "without which nobody builds what is stored whole"
 
 
 def test_a_base_in_another_dtype_is_computed_on_with_a_warning():
@@ -273,6 +275,12 @@ def test_ties_is_that_of_peft(sign, share, density):
         changes = [dict(model.named_parameters())[name].detach() - parameter.detach() for model in tuned]
         expected = parameter + ties(changes, torch.tensor(weights).double(), density, sign)
         torch.testing.assert_close(found[name], expected.detach())
+
+
+def test_ties_keeps_one_entry_of_each_tensor_at_least():
+    base = make_base()
+    delta = SparseDelta({"0.weight": task(base, 1).tensors["0.weight"]})
+    assert merge_deltas([delta], density=1e-3).on(base).num_entries == 1
 
 
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])

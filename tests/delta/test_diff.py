@@ -15,7 +15,7 @@ from requirements import fuses_at_load
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, XLMRobertaConfig, XLMRobertaForMaskedLM
 
-from sparsify import sparsify
+from sparsify import sparsify, trained_state
 from sparsify.delta.sparse_delta import SparseDelta
 from sparsify.errors import BaseMismatchError, SparsifyError
 
@@ -181,6 +181,15 @@ def test_modules_of_sentence_transformers_are_not_left_out_of_a_comparison(tmp_p
     safetensors.torch.save_file({"linear.weight": torch.ones(2, 2)}, tuned / "2_Dense" / "model.safetensors")
     with pytest.raises(SparsifyError, match=r"2_Dense.*of a module of sentence-transformers, is not compared: give lo"):
         diff(base, tuned)
+
+
+def test_a_checkpoint_of_a_run_that_goes_on_is_not_compared(tmp_path):
+    model = gpt2()
+    base = save(model, tmp_path / "base")
+    safetensors.torch.save_file(trained_state(sparsify(model, 5, "random")), tmp_path / "run.safetensors")
+    for pair in ((base, tmp_path / "run.safetensors"), (tmp_path / "run.safetensors", base)):
+        with pytest.raises(SparsifyError, match=r"run.safetensors` is a checkpoint of a sparsified .*from_checkpoint"):
+            diff(*pair)
 
 
 def test_adapters_that_are_not_merged_are_named():

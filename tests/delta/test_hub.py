@@ -203,6 +203,10 @@ def test_a_path_that_exists_is_not_asked_for_on_the_hub(tmp_path, monkeypatch):
     with pytest.raises(SparsifyError, match=r"revision='v1' of `user/name`, which is taken for a path"):
         SparseDelta.load("user/name", revision="v1")
     Path("user/empty").mkdir()
+    Path("user/lora").mkdir()
+    Path("user/lora/adapter_config.json").write_text("{}")
+    with pytest.raises(SparsifyError, match=r"`user/lora` has an adapter of PEFT: SparseDelta.from_peft\(path, base\)"):
+        SparseDelta.load("user/lora")
     with pytest.raises(SparsifyError, match="does not exist, so there is no delta to load"):
         SparseDelta.load("user/empty")
 

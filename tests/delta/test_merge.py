@@ -354,5 +354,5 @@ def test_two_tensors_that_a_checkpoint_ties_are_refused(tmp_path):
     model = gpt2()
     delta = make_delta(model)
     delta.tensors["lm_head.weight"] = delta.tensors["transformer.wte.weight"]
-    with pytest.raises(BaseMismatchError, match=r"wte.weight` and `lm_head.weight` are one tensor in this checkpoint"):
+    with pytest.raises(BaseMismatchError, match=r"wte.weight` and `lm_head.weight` are one tensor in the checkpoint"):
         delta.check(save(model, tmp_path))

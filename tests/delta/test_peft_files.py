@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from models import bert, train
-from peft import LoraConfig, PrefixTuningConfig, ShiraConfig, SupertuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, ShiraConfig, SupertuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsify import DeltaFormatError, SparseDelta, SparsifyError, sparsify
+from sparsify import DeltaFormatError, SparseDelta, SparsifyError, load_model, sparsify
 
 WEIGHTS = "adapter_model.safetensors"
 TOKENS = torch.arange(24).reshape(4, 6)
@@ -126,3 +126,36 @@ def test_an_adapter_on_a_tied_output_layer_changes_what_peft_changes_by_merging_
         delta = SparseDelta.from_peft(tmp_path, base)
     ids = torch.arange(6)[None]
     assert torch.equal(delta.apply(copy.deepcopy(base))(ids).logits, model.merge_and_unload()(ids).logits)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tables_of_more_tokens_go_with_an_adapter_whole_and_once(is_tied, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, vocab_size=40, pad_token_id=None, tie_word_embeddings=is_tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+
+    def with_tokens():
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(45)
+        return model
+
+    ids = torch.arange(39, 45)[None]
+    for settings in (LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]), sparse_config()):
+        model = get_peft_model(with_tokens(), settings)
+        with pytest.warns(UserWarning, match="Setting `save_embedding_layers` to `True`"):
+            model.save_pretrained(tmp_path / settings.peft_type.value)
+    expected = model(ids).logits
+    assert torch.equal(load_model(tmp_path / "base", tmp_path / settings.peft_type.value)(ids).logits, expected)
+    delta = SparseDelta.from_peft(tmp_path / "LORA", with_tokens())
+    assert list(delta.tensors) == ["model.layers.0.self_attn.q_proj.weight"]
+    tuned = PeftModel.from_pretrained(with_tokens(), tmp_path / "LORA").merge_and_unload()
+    loaded = load_model(tmp_path / "base", delta, model_class=LlamaForCausalLM)
+    assert torch.equal(loaded(ids).logits, tuned(ids).logits)
+    with pytest.raises(SparsifyError, match=r"resize_token_embeddings\(45\)` first \(`load_model` and `merge` do so\)"):
+        delta.check(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+
+
+def sparse_config():
+    from sparsify.peft import SparseConfig
+
+    return SparseConfig(budget=50, strategy="random", target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sparsify import DeltaFormatError, SparseDelta, SparsifyError, sparsify, trained_state
-from sparsify.common.names import SETTINGS
+from sparsify.common.names import POSITION, SETTINGS
 from sparsify.strategies.importance import SNIP
 from sparsify.strategies.strategy import Prune, Strategy
 
@@ -32,6 +32,7 @@ def of_accelerate(model, path):
 WRITERS = {
     "trained state": lambda model, path: torch.save(trained_state(model), path),
     "safetensors": lambda model, path: save_file(trained_state(model), path),
+    "not zipped": lambda model, path: torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False),
     "an item": lambda model, path: torch.save({"step": 2, "model": model.state_dict(), "lr": {"a": 1}}, path),
     "wrapped": lambda model, path: torch.save(nn.ModuleDict({"module": model}).state_dict(), path),
     "shards": sharded,
@@ -90,7 +91,14 @@ def test_what_is_no_checkpoint_in_training_is_told_apart(model, tmp_path):
         ({**state, SETTINGS: damaged}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, SETTINGS: settings[1:]}, DeltaFormatError, "no checkpoint that can be used: .*take an earlier one"),
         ({**state, "sparse_ids": state["sparse_ids"] + 10**6}, DeltaFormatError, "no checkpoint that can be used"),
+        ({**state, "sparse_ids": state["sparse_ids"].flip(0)}, DeltaFormatError, "are not those that were saved"),
+        (
+            {**state, POSITION: state[POSITION] - torch.tensor([0, 0, 1, 0])},
+            DeltaFormatError,
+            "not those that were saved",
+        ),
         ({n: t for n, t in state.items() if n != "head.bias"}, DeltaFormatError, "it lacks `head.bias`, which"),
+        (model, SparsifyError, r"got a model: SparseDelta.from_model\(model\) is its delta"),
         (two, SparsifyError, "is of 2 sparsified models, .* of several parts the state dict"),
         (tmp_path / "file", SparsifyError, "cannot be read as weights .* what torch.save"),
         (tmp_path, SparsifyError, "holds no checkpoint"),

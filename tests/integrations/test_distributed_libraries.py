@@ -13,7 +13,7 @@ from torch import distributed as dist
 from sparsify import SparseDelta, get_engine, sparsify, summary
 from sparsify.common.ranks import num_ranks
 from sparsify.integrations.checkpoints import problem_with
-from sparsify.integrations.distributed import check_ranks, keep_whole
+from sparsify.integrations.distributed import check_ranks
 
 BUDGET = 60
 
@@ -82,7 +82,8 @@ def by_accelerate(rank):
     model = sparsify(build("llama")[0], BUDGET, "id3", steps=3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, ignored_modules=keep_whole(model), auto_wrap_policy="transformer_based_wrap",
+        fsdp_version=2, ignored_modules=[torch.nn.ParameterList([model.sparse_values])],
+        auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
     )  # fmt: skip
     plugin.set_mixed_precision("bf16")

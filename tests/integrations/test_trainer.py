@@ -1,8 +1,10 @@
 """The Hugging Face Trainer with SparsifyCallback: steps, logs, small checkpoints, and a run that goes on from one."""
 
 import copy
+import gc
 import json
 import logging
+import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,6 +34,15 @@ def test_the_steps_are_found_and_without_the_callback_they_have_to_be_given(tmp_
     assert (engine.steps, engine.step, engine.unmasked) == (3, 3, BUDGET)
     with pytest.raises(SparsifyError, match=r"pass steps= \(optimizer steps.* callbacks=\[SparsifyCallback"):
         make_trainer(make_model(steps=None), tmp_path, callbacks=[], save_strategy="no").train()
+
+
+def test_a_model_that_was_trained_is_freed_before_the_function_that_trained_it_ends(tmp_path):
+    model = make_model()
+    trainer, freed = make_trainer(model, tmp_path, max_steps=1, save_strategy="no"), weakref.ref(model)
+    trainer.train()
+    del model, trainer
+    gc.collect()
+    assert freed() is None
 
 
 class StopAfter(SparsifyCallback):

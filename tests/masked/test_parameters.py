@@ -144,6 +144,14 @@ def test_the_ways_that_such_an_error_names_are_right():
     torch.testing.assert_close(*jacobians)
 
 
+def test_a_transform_over_the_flat_delta_is_refused_and_a_call_without_one_is_not():
+    model, ids = sparsify(Model(), 10, "random"), torch.arange(6)
+    values = {"sparse_values": torch.ones(10)}
+    with pytest.raises(SparsifyError, match="`sparse_values` was used in a transform of"):
+        torch.func.grad(lambda values: functional_call(model, {"sparse_values": values}, (ids,)))(*values.values())
+    assert functional_call(model, values, (ids,)) != model(ids)
+
+
 @torch.no_grad()
 def reset(model):
     model.layer.weight[1].mul_(3)

@@ -96,6 +96,22 @@ def test_short_values_that_are_set_or_put_in_its_place_are_held_in_float32(mlp):
         train(model.type(torch.bfloat16), batches)
 
 
+def test_an_entry_begins_at_its_pretrained_value_whatever_noise_there_was_before(mlp):
+    model, batches = mlp
+    frozen, optimizer = copy.deepcopy(model), torch.optim.SGD([model.sparse_values], lr=1.0)
+    for batch in batches[:STEPS]:
+        before = get_engine(model).unmasked
+        loss_of(model, batch).backward()
+        assert not model.sparse_values[before : get_engine(model).unmasked].any()
+        model.sparse_values.grad += 0.1  # of all numbers, as differential privacy's
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_engine(model).unmasked == BUDGET
+    assert_weights_follow_the_delta(model)
+    assert summary(model, verify=True).verification.ok
+    assert not summary(frozen).unmasked
+
+
 def test_base_values_of_a_model_in_float64_are_kept_whatever_the_delta_is_cast_to():
     base, batches = build("mlp", dtype=torch.float64)
     for parameter in base.parameters():

@@ -29,13 +29,13 @@ def made(budget=BUDGET, strategy="id3", steps=STEPS, **options):
 
 
 OTHERS = {
-    "strategy": ({}, {"strategy": "pafi"}, r"=d3\(exp=2, eps=1\), selection=increment\(.*\), and .* importance=mag"),
-    "schedule": ({}, {"schedule": Schedule(every=2)}, r"uniform\(every=1, until=1.0\), and .*uniform\(every=2"),
+    "strategy": ({}, {"strategy": "pafi"}, "'d3', 'exp': 2, 'eps': 1}, selection=.*, and .* importance={'name': 'mag"),
+    "schedule": ({}, {"schedule": Schedule(every=2)}, "'every': 1, 'until': 1.0}, and .*'uniform', 'every': 2"),
     "steps": ({}, {"steps": 16}, r"steps=8, and .* steps=16; nothing was loaded.*extend\(model, \.\.\.\) gives more"),
     "static": ({"strategy": "pafi"}, {"strategy": "pafi", "budget": 50}, r"budget=40, and .* budget=50; "),
     "candidates": (
         {"target_modules": ["first", "head"]}, {"target_modules": ["second", "head"]},
-        r"\(4 tensors of 97 entries, digest \w+\), and .*\(4 tensors of 115 .* target_modules and",
+        r"candidates=4 tensors of 97 entries, digest \w+, and .*=4 tensors of 115 .* target_modules and",
     ),
     "repeat's room": (
         {"budget": 5, "strategy": "d3-repeat", "steps": 4}, {"budget": 5, "strategy": "d3-repeat"},
@@ -45,7 +45,7 @@ OTHERS = {
     "given set": (
         {"budget": None, "strategy": {"head.weight": torch.arange(5)}},
         {"budget": None, "strategy": {"head.weight": torch.arange(1, 6)}},
-        r"entries=\(5 given ones, digest \w+\), and",
+        r"entries=5 given ones, digest \w+, and",
     ),
 }  # fmt: skip
 
@@ -165,6 +165,13 @@ def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension,
     model = made(**options)
     with unchanged(model), pytest.raises(SparsifyError, match=message):
         extend(model, **extension)
+
+
+def test_more_budget_for_a_run_that_has_done_its_steps_wants_more_steps_too():
+    model = made()
+    run(model, BATCHES)
+    with unchanged(model), pytest.raises(SparsifyError, match="has done all its steps: give steps= as well, more than"):
+        extend(model, budget=2 * BUDGET)
 
 
 def test_a_run_is_extended_between_steps_only():

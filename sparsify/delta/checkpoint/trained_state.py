@@ -5,6 +5,7 @@ sparse_settings                           has a record of the candidates, of wha
 """
 
 import math
+import zipfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import accumulate
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsify.common.names import POSITION, RECORD, SETTINGS, plain_name
-from sparsify.common.raw_bits import digest
+from sparsify.common.raw_bits import checksum, digest
 from sparsify.delta.checkpoint.reader import Checkpoint
 from sparsify.delta.entries import DTYPES, DeltaParts, StrPath, TensorDelta
 from sparsify.delta.format import ENTRIES_IN_WHOLE_KEY, parse_json, refused, stored_name
@@ -34,6 +35,8 @@ def is_training_checkpoint(path: StrPath) -> bool:
 
 
 def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
+    if isinstance(path, nn.Module):
+        raise SparsifyError("from_checkpoint() got a model: SparseDelta.from_model(model) is its delta.")
     shown = "the state dict" if isinstance(path, Mapping) else f"`{path}`"
     names, read, prefixes = _opened(path)
     if len(prefixes) != 1:
@@ -47,8 +50,11 @@ def read_training_checkpoint(path: StrPath | Mapping[str, Any]) -> DeltaParts:
 
 def _parts(settings: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> DeltaParts:
     record = settings[RECORD]
-    steps_done, _, count, _ = read(POSITION).tolist()
-    ids, order = read(IDS)[:count].long().sort()
+    steps_done, _, count, saved = read(POSITION).tolist()
+    ids = read(IDS)[:count].long()
+    if ids.numel() != count or int(checksum(ids)) != saved:
+        raise SparsifyError(f"`{IDS}` are not those that were saved")
+    ids, order = ids.sort()
     base, values = (read(name)[:count][order] for name in (BASE, VALUES))
     ends = list(accumulate(math.prod(shape) for _, shape, *_ in record["tensors"]))
     counts = torch.searchsorted(ids, torch.tensor([0, *ends], device=ids.device)).diff().tolist()
@@ -84,7 +90,7 @@ def _opened(path: StrPath | Mapping[str, Any]) -> tuple[Collection[str], Callabl
         checkpoint = Checkpoint(file)
         return checkpoint.stored, checkpoint.read, _prefixes(checkpoint.stored)
     try:
-        return _opened(torch.load(file, "cpu", weights_only=True, mmap=True))
+        return _opened(torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file)))
     except Exception as error:  # of any file
         expected = "give a Trainer's checkpoint folder, or what torch.save(model.state_dict(), file) wrote."
         raise SparsifyError(f"`{file}` cannot be read as weights ({brief(error)}): {expected}") from error
