@@ -288,7 +288,7 @@ def test_a_state_with_other_modules_to_save_is_refused():
     trained = sparsify(copy.deepcopy(plain), BUDGET, "id3", modules_to_save=["head"], **options)
     run(trained, batches[:2])
     other = sparsify(copy.deepcopy(plain), BUDGET, "id3", **options)
-    with pytest.raises(SparsifyError, match="modules_to_save=2 parameters, and .*modules_to_save=0 parameters"):
+    with pytest.raises(SparsifyError, match=r"modules_to_save=2 parameters, and .*modules_to_save=0 parameters"):
         other.load_state_dict(trained_state(trained), strict=False)
     assert summary(other).step == 0
     assert torch.equal(other.head.weight, plain.head.weight)
