@@ -108,7 +108,7 @@ def add(
     except ValueError:
         factors = []
     if len(factors) != len(loaded):
-        expected = f"{len(loaded)} numbers, comma-separated: one for each delta."
+        expected = f"{len(loaded)} finite numbers, comma-separated: one for each delta."
         raise SparsifyError(f"--weights {weights!r}; expected {expected}")
     DeltaSum(tuple(zip(factors, loaded, strict=True))).save(out, base=base, kind=kind)
     for (name, first), (other, second) in combinations(zip(deltas, loaded, strict=True), 2):

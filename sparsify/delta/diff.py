@@ -24,8 +24,7 @@ def diff(base: Base, tuned: Base, budget: int | float | None = None, *, progress
     old, new = open_base(base), open_base(tuned)
     checkpoints = [side for side in (old, new) if isinstance(side, Checkpoint)]
     if running := [side.path for side in checkpoints if any(name.endswith(POSITION) for name in side)]:
-        problem = f"`{running[0]}` is a checkpoint of a sparsified model, which is not compared"
-        raise SparsifyError(f"{problem}: SparseDelta.from_checkpoint(path) is its delta.")
+        raise SparsifyError(f"`{running[0]}` is of a sparsified model: SparseDelta.from_checkpoint(path) is its delta.")
     if files := [file for side in checkpoints for file in side.path.glob("[0-9]*_*/model.safetensors")]:
         raise SparsifyError(f"`{files[0]}`, of a module of sentence-transformers, is not compared: give loaded models.")
     ties = new.conversion.tied if isinstance(new, Checkpoint) else tied_names(new)

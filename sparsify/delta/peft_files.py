@@ -11,6 +11,7 @@ import copy
 import io
 import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from sparsify.common.names import check_plain, named_tensors, tied_names
+from sparsify.common.names import check_plain, named_tensors
 from sparsify.delta import format as delta_format
 from sparsify.delta.checkpoint.reader import read_header, read_json
 from sparsify.delta.diff import diff
@@ -55,10 +56,14 @@ def read_adapter(path: StrPath) -> DeltaParts | None:
     stored = safetensors.torch.load_file(file)
     tensors, whole, config = from_blob(stored.pop(KEY))
     held = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-    modules = read_json(file.with_name(CONFIG_NAME)).get("modules_to_save") or ()
-    # PEFT also adds the embeddings that were resized, which are in the delta
-    saved = {name: own for name, own in held.items() if any(f".{module}." in f".{name}" for module in modules)}
-    return tensors, whole | saved, config
+    saved = _saved(held, read_json(file.with_name(CONFIG_NAME)))  # PEFT adds resized tables, which are in the delta
+    return tensors, whole | {name: held[name] for name in saved}, config
+
+
+def _saved(names: Iterable[str], settings: Config) -> list[str]:
+    """Those names that are of the ``modules_to_save`` in PEFT's settings."""
+    parts = [f".{module}." for module in settings.get("modules_to_save") or ()]
+    return [name for name in names if any(part in f".{name}" for part in parts)]
 
 
 def _check_not_pickled(folder: Path) -> None:
@@ -103,9 +108,8 @@ def convert_adapter(folder: StrPath, base: nn.Module) -> DeltaParts:
         problem = f"PEFT cannot merge the adapter in `{folder}` into this base: {brief(error, 1_000)}"
         raise DeltaFormatError(f"{problem}. Nothing was loaded.") from error
     tensors, whole, _ = diff(base, tuned, progress=False)
-    stored, tied = read_header(Path(folder, WEIGHTS_NAME)), tied_names(tuned)  # modules_to_save, and what was resized
-    heads = {name: own for name, own in named_tensors(tuned).items() if PREFIX + name in stored}
-    heads = {name: own for name, own in heads.items() if name == tied.get(name, [name])[0]}
+    held, stored = named_tensors(tuned), read_header(Path(folder, WEIGHTS_NAME))  # with the tables that were resized
+    heads = {name: held[name] for name in (*_saved(held, settings), *tensors) if PREFIX + name in stored}
     origin = {
         "base_model_name_or_path": settings.get("base_model_name_or_path"),
         "base_model_revision": settings.get("revision"),

@@ -195,9 +195,8 @@ def _load_trained_states(trainer: Any) -> None:
 
 def trainer_calls() -> list[dict[str, Any]]:
     """The local variables of the Trainer's methods that have led to this call, the innermost first."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     # not of all: before Python 3.13 a frame holds on to what has been read of it until it ends
-    every = [frame.f_locals for frame in frames if frame.f_code.co_varnames[:1] == ("self",)]
+    every = [f.f_locals for f, _ in walk_stack(sys._getframe(1)) if f.f_code.co_varnames[:1] == ("self",)]
     own = [getattr(each.get("self"), "__dict__", {}).get("callback_handler") for each in every]
     return [each for each, handler in zip(every, own, strict=True) if isinstance(handler, CallbackHandler)]
 

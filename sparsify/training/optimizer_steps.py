@@ -165,8 +165,7 @@ def warn_of_unreached(step: TrainingStep) -> None:
     if names := [tensor.name for tensor in expected if tensor not in step.reached]:
         found = f"{len(names)} of {len(expected)} tensors got no gradient in the first step and were not trained in it"
         reason = "they ran under no_grad(), as in reentrant checkpointing (pass use_reentrant=False)"
-        text = "If the loss of that batch does not depend on them (layer drop, experts), all is well; else "
-        text += f"{reason}, or without a call of their module."
+        text = f"If its loss needs none (layer drop, experts), all is well; else {reason}, or outside their modules."
         warnings.warn(f"{found}: {listed(names)}. {text}", stacklevel=2)
 
 

@@ -91,8 +91,7 @@ def extend_run(engine: Engine, budget: int | float | None, steps: int | None, op
         raise SparsifyError(f"extend(budget={budget!r}, steps={steps!r}) of {run}; expected no less of either.")
     is_over = isinstance(engine.strategy.selection, Increment) and (new_steps or engine.step + 1) <= engine.step
     if new_budget > engine.budget and is_over:
-        remedy = f"give steps= as well, more than the {engine.step:,} that are done"
-        raise SparsifyError(f"extend(budget={budget!r}) of a run that has done all its steps: {remedy}.")
+        raise SparsifyError(f"extend(budget={budget!r}) after the last of {engine.step:,} steps: give more steps too.")
     schedule = engine.policy.schedule
     capacity = kept + resolve_capacity(new_budget - kept, engine.strategy, schedule, new_steps, candidates)
     is_longer = capacity > engine.values.numel()

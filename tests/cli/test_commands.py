@@ -160,9 +160,9 @@ def test_add_weighs_the_deltas_and_says_where_they_meet(run, tmp_path, base, out
         expected = base[0].weight.detach().clone()
     with SparseDelta.load(tmp_path / "out").applied(base):
         torch.testing.assert_close(base[0].weight.detach(), expected)
-    for weights in ("1,x", "1,2,3"):
+    for weights in ("1,x", "1,2,3", "nan,1"):
         text = run("add", tmp_path / "a", tmp_path / "b", "--weights", weights, *out, fails=True)
-        assert "expected 2 numbers, comma-separated" in text
+        assert "expected 2 finite numbers, comma-separated" in text
 
 
 def test_add_takes_stages_whose_second_began_where_the_first_had_ended(run, tmp_path, base, out):

@@ -188,7 +188,7 @@ def test_a_checkpoint_of_a_run_that_goes_on_is_not_compared(tmp_path):
     base = save(model, tmp_path / "base")
     safetensors.torch.save_file(trained_state(sparsify(model, 5, "random")), tmp_path / "run.safetensors")
     for pair in ((base, tmp_path / "run.safetensors"), (tmp_path / "run.safetensors", base)):
-        with pytest.raises(SparsifyError, match=r"run.safetensors` is a checkpoint of a sparsified .*from_checkpoint"):
+        with pytest.raises(SparsifyError, match=r"run.safetensors` is of a sparsified model: .*from_checkpoint"):
             diff(*pair)
 
 

@@ -159,3 +159,13 @@ def sparse_config():
     from sparsify.peft import SparseConfig
 
     return SparseConfig(budget=50, strategy="random", target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def test_a_table_that_peft_stores_as_it_is_in_the_base_is_not_in_the_delta(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, pad_token_id=None))
+    lora = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    get_peft_model(copy.deepcopy(base), lora).save_pretrained(tmp_path, save_embedding_layers=True)
+    delta = SparseDelta.from_peft(tmp_path, base)
+    assert list(delta.tensors) == ["model.layers.0.self_attn.q_proj.weight"]
+    assert not delta.whole

@@ -170,7 +170,7 @@ def test_what_is_no_extension_is_refused_and_changes_nothing(options, extension,
 def test_more_budget_for_a_run_that_has_done_its_steps_wants_more_steps_too():
     model = made()
     run(model, BATCHES)
-    with unchanged(model), pytest.raises(SparsifyError, match="has done all its steps: give steps= as well, more than"):
+    with unchanged(model), pytest.raises(SparsifyError, match=r"after the last of \d+ steps: give more steps too"):
         extend(model, budget=2 * BUDGET)
 
 
